@@ -9,7 +9,7 @@ __all__ = ["ExpertConfig"]
 
 @dataclass(frozen=True)
 class ExpertConfig:
-    """Raises SettingError, a ValueError, for a value out of range."""
+    """Settings of balanced experts. Raises SettingError, a ValueError, for a value out of range."""
 
     enabled: bool = setting(
         False,

@@ -1,11 +1,13 @@
-"""Cost model of an MoE layer in seconds, and the load from which a replica pays for its transfer.
+"""Cost model of an MoE layer in seconds, and the number of tokens from which a replica pays for its transfer.
 
 Pro-Prophet's performance model (arXiv 2411.10003, section IV, Eq. 1 to 8) has one bandwidth, the mean over all links.
-Clusters have two levels: ranks of a node communicate over NVLink or PCIe, nodes over NICs, which ranks may share. Here
-an exchange is a table of bytes from rank to rank and takes as long as its busiest link; within one node of equal links
-that is the paper's model. A layer takes four all-to-alls (two forward, two backward), expert compute forward and twice
-that backward, and the exposed part of the replicas' transfers: weights out (Trans) and gradients back (Agg). Hidden
-transfers cost time, too: on a link that an all-to-all uses at the same time, each gets half of the bandwidth.
+Real clusters have two: the ranks of a node communicate over NVLink or PCIe, and nodes communicate over NICs, which
+ranks may share. Here an all-to-all is a table of bytes from rank to rank. It takes as long as its busiest link; within
+one node of equal links that is the paper's model.
+
+A layer takes four all-to-alls (two forward, two backward), expert compute forward and twice that backward, and the
+exposed part of the replicas' transfers: weights out (Trans) and gradients back (Agg). Hidden transfers cost time, too:
+a transfer and an all-to-all that use a link at the same time each get half of its bandwidth.
 """
 
 from dataclasses import dataclass
@@ -34,9 +36,9 @@ class ExpertShape:
 
     hidden: input and output width.
     ffn_hidden: inner width.
-    bytes_per_parameter: of weights, and of one element of a token's activation, when sent; 2 for bf16.
+    bytes_per_parameter: bytes of a weight, and of one element of a token's activation, when sent; 2 for bf16.
     gated: whether there is a third matrix, as in SwiGLU.
-    gradient_bytes: bytes per parameter of gradients when sent; 4 for float32.
+    gradient_bytes: bytes of one parameter's gradient when sent; 4 for float32.
 
     Raises ValueError for sizes that are not positive.
     """
@@ -69,12 +71,12 @@ class ExpertShape:
 
 @dataclass(frozen=True)
 class TransferWindow:
-    """What a layer's replicas are transferred under, and for how many micro-batches.
+    """The compute that overlaps the transfers of a layer's replicas, and how many micro-batches a transfer serves.
 
     hidden_under: seconds of forward compute outside the experts that overlaps the transfers (T_FNEC; twice that
         backward). Expert compute then overlaps them, too (Eq. 8). None for exposed transfers (Eq. 6).
-    first: whether this is the first MoE layer, so that no expert compute overlaps its transfers: its weights are sent
-        before all others, its gradients after all others.
+    first: whether this is the first MoE layer. No expert compute overlaps its transfers: its weights are sent before
+        those of all other layers, its gradients after those of all other layers.
     micro_batches: number of micro-batches that one transfer serves; more than one with resident slots.
     """
 
@@ -87,7 +89,7 @@ class TransferWindow:
 class MoELayerCost:
     """Seconds of one MoE layer and micro-batch, forward and backward, on the slowest rank or link.
 
-    all_to_all: one of the four exchanges of tokens.
+    all_to_all: one of the four all-to-alls of tokens.
     forward: expert compute forward; backward is twice that.
     trans, agg: transfer of the replicas' weights, and of their gradients.
     trans_exposed, agg_exposed: the part of these transfers that no compute hides.
@@ -106,12 +108,12 @@ class MoELayerCost:
 
     @property
     def exposed(self) -> float:
-        """Seconds of exposed transfers, divided over the micro-batches that they serve."""
+        """Seconds of exposed transfers per micro-batch that they serve."""
         return (self.trans_exposed + self.agg_exposed) / self.micro_batches
 
     @property
     def total(self) -> float:
-        """Eq. 6 where transfers are exposed; Eq. 8 plus the delay of the all-to-alls where compute hides them."""
+        """Seconds by Eq. 6 if transfers are exposed, otherwise by Eq. 8 plus the delay of the all-to-alls."""
         return 4 * self.all_to_all + 3 * self.forward + self.exposed + self.slowed / self.micro_batches
 
 
@@ -128,7 +130,7 @@ def layer_cost(
     placement: the replicas. Rank i of the placement is rank i of the cluster.
     cluster: compute and link speeds.
     shape: size of an expert.
-    window: what the transfers are hidden under.
+    window: the compute that overlaps the transfers.
     """
     forward = int(tokens.sum(0).max()) * shape.forward_seconds(cluster)
     all_to_all = exchange_seconds(tokens * (shape.hidden * shape.bytes_per_parameter), cluster)
@@ -138,10 +140,10 @@ def layer_cost(
 def with_transfers(
     all_to_all: Any, forward: Any, copied: Any, shape: ExpertShape, window: TransferWindow
 ) -> MoELayerCost:
-    """The cost from seconds that are known: numbers, or arrays of one shape for as many layers.
+    """`layer_cost` from known seconds. They are numbers, or arrays of one shape with an entry per layer or placement.
 
-    all_to_all: of one exchange of tokens.
-    forward: of expert compute.
+    all_to_all: seconds of one all-to-all of tokens.
+    forward: seconds of expert compute in the forward pass.
     copied: `copy_seconds` of the placement.
     shape, window: as in `layer_cost`.
     """
@@ -150,8 +152,8 @@ def with_transfers(
     if window.hidden_under is not None:
         hidden = window.hidden_under + (0.0 if window.first else forward)
         busy = 4 * all_to_all + 3 * (forward + window.hidden_under)
-        exchanging = 4 * all_to_all / np.maximum(busy, np.finfo(float).tiny)  # part of the time that all-to-alls take
-        # A transfer has half the bandwidth during that part, so it takes 1 / (1 - exchanging / 2) times as long.
+        exchanging = 4 * all_to_all / np.maximum(busy, np.finfo(float).tiny)  # fraction of the time in all-to-alls
+        # During that fraction a transfer has half the bandwidth, so it takes 1 / (1 - exchanging / 2) times as long.
         slowed = (trans + agg) * exchanging / (2 - exchanging)
     return MoELayerCost(
         all_to_all=all_to_all,
@@ -166,10 +168,11 @@ def with_transfers(
 
 
 def copy_seconds(placement: ReplicaPlacement, cluster: Cluster) -> float:
-    """Seconds that all copies take for each byte of an expert: out or back, since links are as fast in both directions.
+    """Seconds to send all replicas, per byte of an expert. The same for weights and for gradients, since links are
+    equally fast in both directions.
 
-    Ranks hand weights on along `ReplicaPlacement.hops`, in pieces, so that a home sends each expert once however many
-    replicas it has (`balancing.experts.engine.slots`).
+    Ranks relay weights along `ReplicaPlacement.hops`, in pieces, so that a home sends each expert once, however many
+    replicas the expert has (`balancing.experts.engine.slots`).
     """
     _, source, rank = placement.hops.T
     ranks = placement.num_ranks
@@ -191,7 +194,8 @@ def break_even_tokens(
     hidden_under: float = 0.0,
     micro_batches: int = 1,
 ) -> float:
-    """Tokens of a micro-batch that a replica must serve to save as much compute as its exposed transfer costs.
+    """Tokens of a micro-batch that a replica must serve so that it saves as many seconds of compute as its exposed
+    transfers take.
 
     cluster: compute and link speeds.
     shape: size of an expert.
@@ -200,7 +204,7 @@ def break_even_tokens(
     sends: how often weights are sent; by default twice in training (shared slots are filled again for the backward
         pass), else once.
     hidden_under: seconds of forward compute that overlap this replica's transfers, twice that backward; 0 for exposed
-        transfers. The replicas of a rank share this time. The result is 0 where the transfers fit.
+        transfers. The replicas of a rank share this time. The result is 0 if the transfers fit into this time.
     micro_batches: number of micro-batches that one transfer serves.
     """
     sends = (2 if backward else 1) if sends is None else sends

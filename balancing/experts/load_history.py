@@ -1,9 +1,9 @@
 """History of an MoE layer's load: its drift from iteration to iteration, and a prediction of the next load.
 
 Replicas are placed before the tokens are routed, so the planner needs a predicted load. Loads of neighbouring
-iterations resemble each other (Pro-Prophet's locality), by an amount that differs: in recorded runs, between one
-hundredth and one third of all tokens change experts per iteration, depending on the model and the phase of training.
-`LoadHistory` therefore evaluates several predictors on past loads and uses the one with the least recent error.
+iterations are similar (Pro-Prophet's locality). How similar depends on the model and the phase of training: in recorded
+runs, 1 % to 33 % of all tokens change experts per iteration. `LoadHistory` therefore evaluates several predictors on
+past loads and uses the one with the least recent error.
 """
 
 import numpy as np
@@ -11,15 +11,15 @@ from numpy.typing import ArrayLike
 
 __all__ = ["LoadHistory", "total_variation"]
 
-_DECAYS = (0.0, 0.5, 0.8)  # of each predictor's exponential average; 0 repeats the last load
-_SCORE_DECAY = 0.8  # of the predictors' errors, an average over about five loads
+_DECAYS = (0.0, 0.5, 0.8)  # of the exponential average of each predictor; 0 repeats the last load
+_SCORE_DECAY = 0.8  # of the exponential average of a predictor's errors, over about five loads
 
 
 def total_variation(a: ArrayLike, b: ArrayLike) -> np.ndarray:
-    """Total variation between two loads, the part of all tokens that changes experts: float [...], 0 to 1.
+    """Total variation between two loads, the fraction of all tokens that changes experts: float [...], 0 to 1.
 
-    a, b: [..., source_rank, expert], tokens. Loads are summed over sources and normalized. The distance of an empty
-    load is 1 from any other and 0 from an empty one.
+    a, b: [..., source_rank, expert], tokens. Loads are summed over source ranks and normalized. Between two empty loads
+    it is 0, between an empty and another load it is 1.
     """
     p, q = (np.asarray(load, dtype=np.float64).sum(-2) for load in (a, b))
     total_p, total_q = p.sum(-1, keepdims=True), q.sum(-1, keepdims=True)
@@ -41,9 +41,9 @@ class LoadHistory:
         self._drift: np.ndarray = np.array(0.0)
 
     def record(self, load: ArrayLike) -> np.ndarray:
-        """Add a load; returns its drift from the one before, 0 for the first: float [] or [layer].
+        """Add a load. Returns its total variation from the load before, 0 for the first: float [] or [layer].
 
-        Raises ValueError for a load of another shape than the first, or negative.
+        Raises ValueError for a load with another shape than the first, and for negative or non-finite counts.
         """
         counts = np.asarray(load, dtype=np.float64)
         if counts.ndim not in (2, 3) or not np.isfinite(counts).all() or (counts < 0).any():
@@ -74,7 +74,7 @@ class LoadHistory:
         """
         if self._last is None:
             raise ValueError("no load is recorded yet, so none can be predicted; run a step without replicas first")
-        best = np.argmin(self._errors, axis=0)  # the first of equals, which is the last load
+        best = np.argmin(self._errors, axis=0)  # among equals the first predictor, which repeats the last load
         stacked = np.stack(self._averages)
         chosen = stacked[best] if best.ndim == 0 else stacked[best, np.arange(len(best))]
         return np.rint(chosen).astype(np.int64)

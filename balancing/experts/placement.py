@@ -1,9 +1,9 @@
 """Placement of expert replicas: which expert is in which slot of which rank, and how weights and gradients travel.
 
-An expert always lives at its home rank, with its optimizer state. Replicas are copies of its weights in the slots of
-other ranks, for one iteration (the lightweight expert placement of Pro-Prophet, arXiv 2411.10003, section IV). Each
-rank holds its home experts first and its slots after them, so every instance has a physical number. Token dispatchers
-count with these numbers, as if there were ranks x (homes + slots) experts.
+An expert and its optimizer state stay at its home rank. Replicas are copies of its weights in the slots of other ranks,
+for one iteration (the lightweight expert placement of Pro-Prophet, arXiv 2411.10003, section IV). Physical numbers
+count each rank's home experts first and its slots after them. Token dispatchers use physical numbers, as if there were
+ranks x (homes + slots) experts.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ __all__ = ["Copy", "ReplicaPlacement", "SplitRule", "color_by_rank", "contiguous
 
 SplitRule = Literal["level", "own", "even"]
 """How an expert's tokens are divided over its instances. "level": so that the loads of ranks are as equal as possible.
-"own": a rank with a replica serves the tokens that start on it, the home serves all others. "even": equally."""
+"own": a replica serves the tokens of its own rank, and the home serves all others. "even": equally."""
 
 
 class Copy(NamedTuple):
@@ -33,9 +33,9 @@ class Copy(NamedTuple):
 
 
 def contiguous_homes(experts: int, ranks: int) -> np.ndarray:
-    """The home rank of each expert, in equal contiguous blocks as Megatron-LM places them: int64 [expert].
+    """The home rank of each expert, in equal contiguous blocks as in Megatron-LM: int64 [expert].
 
-    Raises ValueError where the experts do not divide by the ranks.
+    Raises ValueError if the number of experts is no multiple of the ranks.
     """
     if ranks < 1 or experts < 1 or experts % ranks:
         raise ValueError(
@@ -47,7 +47,7 @@ def contiguous_homes(experts: int, ranks: int) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class ReplicaPlacement:
-    """The replicas of one layer on the ranks of one expert-parallel group. Placements are equal if their contents are.
+    """The replicas of one layer on the ranks of one expert-parallel group. Placements with equal contents are equal.
 
     home: int [expert], home rank of each expert; every rank is home to the same number of experts.
     slot_expert: int [rank, slot], the expert whose replica is in each slot, -1 for an empty slot.
@@ -55,8 +55,8 @@ class ReplicaPlacement:
     ranks_per_node: ranks 0 to ranks_per_node - 1 are on the first node, and so on; 0: all ranks on one node.
     nics_per_node: NICs of a node, shared by neighbouring ranks; 0: one for each rank.
 
-    Raises ValueError for homes that are uneven or outside the ranks, and for a slot with an expert that does not exist,
-    that the rank is home to, or that is in another slot of the rank. The arrays are copied and read-only.
+    The arrays are copied and made read-only. Raises ValueError for homes that are uneven or no valid ranks. Raises it
+    for a slot with an expert that does not exist, that is at home on the rank, or that is in another slot of the rank.
     """
 
     home: np.ndarray
@@ -80,7 +80,7 @@ class ReplicaPlacement:
         object.__setattr__(self, "slot_expert", slots)
         object.__setattr__(self, "ranks_per_node", int(self.ranks_per_node) or ranks)
         present = self.phys2log.reshape(ranks, -1)
-        empty = -1 - np.arange(present.shape[1])  # which all differ
+        empty = -1 - np.arange(present.shape[1])  # different numbers, so that empty slots are no duplicates
         present = np.sort(np.where(present < 0, empty, present), axis=1)
         rank, column = np.nonzero(present[:, 1:] == present[:, :-1])
         if rank.size:
@@ -154,10 +154,11 @@ class ReplicaPlacement:
         """For each expert with replicas, in ascending order, its ranks in the order in which they relay its weights.
 
         The home comes first, then the other ranks of its node, then other nodes. Every rank receives and sends the
-        weights at most once, and they enter each node once; in pieces, such a broadcast takes hardly longer than one
-        copy. Gradients take the reverse way, each rank adding its own, so the order of the sum is fixed. The ranks at
-        which an expert leaves a node and enters the next are chosen so that the NICs of a node send and receive
-        equally often; the other ranks of a node are in ascending order.
+        weights at most once, and they enter each node once. Sent in pieces, such a broadcast takes hardly longer than
+        one copy. Gradients travel in the reverse order and each rank adds its own, so the order of the sum is fixed.
+
+        The ranks at which an expert leaves a node and enters the next are chosen so that the NICs of a node send and
+        receive equally often. The other ranks of a node are in ascending order.
         """
         rank, slot = np.nonzero(self.slot_expert >= 0)
         expert = self.slot_expert[rank, slot]
@@ -179,7 +180,7 @@ class ReplicaPlacement:
         return {hot: tuple(ranks) for hot, ranks in members.items()}
 
     def _nics(self) -> list[int]:
-        """The NIC of each rank, as in `Cluster.nics`, but with numbers of its own."""
+        """The number of each rank's NIC. Ranks share NICs as in `Cluster.nics`, but the numbers differ from it."""
         ranks = np.arange(self.num_ranks)
         if not 0 < self.nics_per_node < self.ranks_per_node:
             return ranks.tolist()
@@ -196,7 +197,7 @@ class ReplicaPlacement:
         return _frozen(np.stack([expert[1:], ranks[:-1], ranks[1:]], axis=1)[within], 2, "hops")
 
     def digest(self) -> str:
-        """A hash of everything that the split depends on; ranks compare it before they use a placement."""
+        """A hash of everything that the split depends on. Ranks compare it before they use a placement."""
         return self._digest
 
     @cached_property
@@ -215,14 +216,14 @@ class ReplicaPlacement:
 
 
 def color_by_rank(placement: ReplicaPlacement) -> list[list[int]]:
-    """The experts with replicas in classes whose members share no rank, so that a class is balanced in one step.
+    """The experts with replicas, in classes whose members share no rank, so that a class is balanced in one step.
 
-    Greedy coloring (first fit, longest chains first) of the graph whose vertices are experts and whose edges join
-    experts with a common rank; a class is a color.
+    Greedy coloring (first fit, longest chains first) of a graph: vertices are experts, edges join experts with a common
+    rank, and colors are the classes.
     """
     chains = placement.chains
     classes: list[list[int]] = []
-    taken: list[int] = []  # of each class the ranks in use, one bit a rank
+    taken: list[int] = []  # the ranks in use in each class, one bit a rank
     for expert in sorted(chains, key=lambda expert: (-len(chains[expert]), expert)):
         ranks = 0
         for rank in chains[expert]:
@@ -269,7 +270,7 @@ def _across(ranks: list[int], per_node: int, nic: list[int], leaving: list[int],
 
 
 def _frozen(array: ArrayLike, dimensions: int, name: str) -> np.ndarray:
-    """A read-only int64 copy. Its byte order is fixed, so that equal contents have equal hashes on every machine."""
+    """A read-only int64 copy. The byte order is fixed, so that equal contents have equal hashes on all machines."""
     given: Any = np.asarray(array)
     if given.ndim != dimensions or (given.dtype.kind not in "iu" and given.size):
         raise ValueError(
@@ -281,7 +282,7 @@ def _frozen(array: ArrayLike, dimensions: int, name: str) -> np.ndarray:
 
 
 def _check_homes(home: np.ndarray, ranks: int) -> None:
-    contiguous_homes(len(home), ranks)  # raises for numbers that do not divide
+    contiguous_homes(len(home), ranks)  # raises ValueError if experts are no multiple of ranks
     if home.min() < 0 or home.max() >= ranks:
         wrong = int(home.max() if home.max() >= ranks else home.min())
         raise ValueError(f"home names rank {wrong}, but the ranks are 0 to {ranks - 1}")

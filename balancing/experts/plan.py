@@ -39,18 +39,18 @@ def plan_replicas(
 
     load: int [source_rank, expert], tokens on each rank that choose each expert; predictions may be fractional.
     cluster: its first ranks are the expert-parallel group; Cluster.relabel describes groups with another layout.
-    slots: maximal number of replicas on a rank, at least 0.
-    shape: size of an expert, for the cost model: replicas that cost more than they save are then left out. Without it,
-        only balance counts.
+    slots: largest number of replicas on a rank, at least 0.
+    shape: size of an expert, for the cost model; replicas that cost more than they save are then left out. None plans
+        for balance alone.
     home: int [expert], home rank of each expert; by default contiguous blocks.
     method: one of `METHODS`.
-    hidden_under: seconds of forward compute outside the experts that overlaps the transfers, which then cost only
-        their exposed part; None for transfers that are exposed altogether.
-    first: whether this is the first MoE layer, whose transfers no expert compute overlaps.
+    hidden_under: seconds of forward compute outside the experts that overlaps the transfers; only the exposed part of
+        the transfers then costs time. None if nothing overlaps them.
+    first: whether this is the first MoE layer. No expert compute overlaps its transfers.
     micro_batches: number of micro-batches that one transfer serves.
 
-    Raises ValueError for a load that is not two-dimensional, negative or not finite, for experts that do not divide by
-    the ranks, more ranks than the cluster has, negative slots, and an unknown method.
+    Raises ValueError for a load that is not two-dimensional, is negative or not finite; for a number of experts that is
+    no multiple of the ranks; for more ranks than the cluster has; for negative slots; and for an unknown method.
     """
     options = {"slots": slots, "shape": shape, "home": home, "method": method}
     window = {"hidden_under": hidden_under, "first": first, "micro_batches": micro_batches}
@@ -60,9 +60,11 @@ def plan_replicas(
 def plan_with_gain(
     load: np.ndarray, cluster: Cluster, alone: ReplicaPlacement, min_gain: float, **options: Any
 ) -> ReplicaPlacement | None:
-    """`plan_replicas`, or None where the busiest rank has not `min_gain` fewer tokens than with no replica.
+    """`plan_replicas`, or None if its replicas lower the tokens of the busiest rank by less than `min_gain`.
 
-    load, cluster, options: as in `plan_replicas`. alone: the placement without a replica. min_gain: a fraction.
+    load, cluster, options: as in `plan_replicas`.
+    alone: the placement without replicas.
+    min_gain: a fraction of the busiest rank's tokens without replicas.
     """
     placement = plan_replicas(load, cluster, **options)
     gain = 1 - _busiest(load, placement) / max(_busiest(load, alone), 1)
@@ -86,7 +88,7 @@ def plan_replicas_layers(
     first: bool = False,
     micro_batches: int = 1,
 ) -> tuple[ReplicaPlacement, ...]:
-    """`plan_replicas` for several layers at once; returns one placement a layer.
+    """`plan_replicas` for several layers at once. Returns one placement a layer.
 
     load: int [layer, source_rank, expert].
     first: whether the first of these layers is the first MoE layer.
@@ -111,7 +113,7 @@ def plan_replicas_layers(
 def _checked(
     load: np.ndarray, cluster: Cluster, slots: int, home: ArrayLike | None, method: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Check the arguments; returns the load as float64 [layer, source_rank, expert], and the homes int64 [expert]."""
+    """Check the arguments. Returns the load, float64 [layer, source_rank, expert], and the homes, int64 [expert]."""
     if method not in METHODS:
         raise ValueError(f"unknown method {method!r}; known: {', '.join(METHODS)}")
     if isinstance(slots, bool) or not isinstance(slots, int | np.integer) or slots < 0:

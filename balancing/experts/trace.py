@@ -1,4 +1,4 @@
-"""Recorded loads, with which planners are compared: those of a report, or a compact .npz file."""
+"""Recorded loads, for comparisons of planners: read from a report or from a compact .npz file."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ class LoadTrace:
     iteration: int [record], the training iteration of each record.
     layer: int [layer], number of each layer in the model.
 
-    Raises ValueError where shapes disagree or counts are negative.
+    Raises ValueError if shapes disagree or counts are negative.
     """
 
     counts: np.ndarray
@@ -44,8 +44,8 @@ class LoadTrace:
     def on_ranks(self, ranks: int) -> np.ndarray:
         """Counts for another number of ranks: int64 [record, rank, layer, micro_batch, expert].
 
-        Neighbouring source ranks are merged, or each is split into equal parts. Raises ValueError if neither number is
-        a multiple of the other.
+        For fewer ranks, neighbouring source ranks are merged. For more ranks, each source rank is split into equal
+        parts. Raises ValueError if neither number is a multiple of the other.
         """
         counts, sources = self.counts.astype(np.int64), self.counts.shape[1]
         if ranks < 1 or (sources % ranks and ranks % sources):
@@ -75,9 +75,10 @@ def read_load_trace(path: str | PathLike[str]) -> LoadTrace:
 
 
 def write_load_trace(trace: LoadTrace, path: str | PathLike[str], inputs: Iterable[str | PathLike[str]] = ()) -> None:
-    """Write a file for `read_load_trace`, with counts in the smallest type that holds them.
+    """Write a file for `read_load_trace`, with counts in the smallest integer type that holds them.
 
-    inputs: files that are read. Raises ValueError if the file cannot be written, as `balancing.files.output` does.
+    inputs: files that must not be overwritten. Raises ValueError if the file cannot be written, like
+    `balancing.files.output`.
     """
     kind = np.min_scalar_type(int(trace.counts.max()))
     with output(path, inputs) as file:
@@ -87,10 +88,10 @@ def write_load_trace(trace: LoadTrace, path: str | PathLike[str], inputs: Iterab
 def read_reported_loads(report: History | str | PathLike[str]) -> LoadTrace:
     """The loads of a recorded run: one record for each observed iteration.
 
-    report: what `read_history` read, or the directory of --balance-report.
+    report: the result of `read_history`, or the directory of --balance-report.
 
-    A report has neither micro-batches nor source ranks: a record is the mean micro-batch, spread equally over the
-    expert-parallel ranks. Raises ValueError, one line, if the directory has no run or a run without experts.
+    A report has no loads by micro-batch or source rank. A record is therefore the mean micro-batch, spread equally over
+    the expert-parallel ranks. Raises ValueError, one line, if the directory has no run or a run without experts.
     """
     history = report if isinstance(report, History) else read_history(report)
     directory = history.directory

@@ -1,7 +1,7 @@
-"""A placement that micro-batches are split over, with the tables that are computed from it once.
+"""The tables with which micro-batches are split over a placement, built once per placement.
 
-`SplitTables` are NumPy arrays. A thread that plans can build them, while the one that trains goes on. What the GPU
-reads of the tables of all layers is then sent there in one copy (`place_all`).
+`SplitTables` are NumPy arrays, so that a planning thread can build them while the training thread continues.
+`place_all` then copies the tables of all layers to the GPU in one transfer.
 """
 
 from collections.abc import Sequence
@@ -18,9 +18,11 @@ __all__ = ["PlacedSplit", "SplitTables", "kernels_split", "place_all"]
 
 
 def kernels_split(placement: ReplicaPlacement, device: torch.device | None) -> bool:
-    """Whether kernels split loads over `placement` where they are. Elsewhere NumPy does, and the host waits for each
-    load of a GPU: with more ranks than the kernels take, with Pro-Prophet's rule, and without a Triton that works. The
-    first call for a device compiles them."""
+    """Whether GPU kernels split loads over `placement`. The first call for a device compiles the kernels.
+
+    Otherwise NumPy splits them, and the host waits for each load of a GPU. That is so with more than MOST_RANKS ranks,
+    with Pro-Prophet's split rule ("own"), and without a working Triton.
+    """
     if device is None or placement.split == "own" or placement.num_ranks > MOST_RANKS:
         return False
     try:
@@ -31,7 +33,7 @@ def kernels_split(placement: ReplicaPlacement, device: torch.device | None) -> b
 
 
 class SplitTables:
-    """What the split over a placement reads, on the host.
+    """The tables of one placement, on the host.
 
     placement: the instances.
     device: where loads are; None for NumPy arrays.
@@ -39,7 +41,7 @@ class SplitTables:
 
     def __init__(self, placement: ReplicaPlacement, device: torch.device | None) -> None:
         self.placement, self.device = placement, device
-        # In this order of physical numbers, the instances of an expert are neighbours.
+        # This order of physical numbers puts the instances of an expert side by side.
         order = np.argsort(placement.phys2log, kind="stable")
         first = run_starts(placement.phys2log[order])
         self.indices = np.stack([np.maximum(placement.phys2log, 0), order, first, np.argsort(order)])
@@ -56,13 +58,14 @@ class SplitTables:
 
 
 class PlacedSplit:
-    """Splits loads over one placement. Arrays are NumPy's, or tensors on the device of the tables.
+    """Splits loads over one placement. Loads are NumPy arrays, or tensors on the device of the tables.
 
-    tables: of the placement.
-    indices, of_kernels: of the tables, on their device.
+    tables: the tables of the placement.
+    indices, of_kernels: their fields of the same names, on the device.
 
+    Attributes
     placement: the replica placement.
-    expert: int64 tensor [physical], the logical expert of each physical one; 0 for an empty slot.
+    expert: int64 tensor [physical], the logical expert of each physical expert; 0 for an empty slot.
     """
 
     def __init__(self, tables: SplitTables, indices: Any, of_kernels: torch.Tensor | None) -> None:
@@ -89,17 +92,17 @@ class PlacedSplit:
         return upload(self._splitter(load.cpu().numpy()), self._device)
 
     def tokens_before(self, served: Any) -> Any:
-        """[.., physical]: tokens of lower numbered instances of the same logical expert. served: int [.., physical]."""
+        """For each instance, the tokens of lower-numbered instances of the same logical expert: int [.., physical].
+
+        served: int [.., physical], tokens of each instance.
+        """
         tokens = served[..., self._order]
         total = tokens.cumsum(-1) - tokens
         return (total - total[..., self._first])[..., self._back]
 
 
 def place_all(tables: Sequence[SplitTables], device: torch.device | None) -> list[PlacedSplit]:
-    """The split over each placement, with one copy to the device for all of them.
-
-    tables: of placements for loads on `device`.
-    """
+    """One `PlacedSplit` for each of `tables`, with a single copy to `device`. None keeps them on the host."""
     if device is None or not tables:
         return [PlacedSplit(of_layer, of_layer.indices, None) for of_layer in tables]
     parts = [part for of_layer in tables for part in _parts(of_layer)]
@@ -113,7 +116,7 @@ def place_all(tables: Sequence[SplitTables], device: torch.device | None) -> lis
 
 
 def _parts(tables: SplitTables) -> list[np.ndarray]:
-    """The tables as int64 arrays; two numbers of the kernels' tables, which have 32 bits, make one."""
+    """The tables as int64 arrays. Two int32 numbers of the kernels' tables make one int64."""
     parts = [tables.indices.reshape(-1)]
     if tables.of_kernels is not None:
         odd = len(tables.of_kernels) % 2

@@ -1,14 +1,16 @@
 """Exact split of a micro-batch's load over the instances of a placement that was planned from an older load.
 
 Pro-Prophet and similar systems use an old load both to place replicas and to divide tokens, and accept the error. Here
-only the placement depends on an old load. The counts of the current micro-batch are gathered before tokens are sent,
-and the split is computed from them: experts take turns, each dividing its tokens over its instances by water-filling,
-given the tokens of all other experts (block coordinate descent on the sum of squared rank loads, whose minimum also
-minimizes the largest load). Experts without a common rank take their turn together (`color_by_rank`), and a few sweeps
-reach the optimum.
+only the placement depends on an old load. The token counts of the current micro-batch are gathered before tokens are
+sent, and the split is computed from them.
 
-All arithmetic is on integers with a fixed number of steps, so every rank computes the same split whatever its hardware.
-On a GPU `split_kernel` does the same in two kernels.
+The split is block coordinate descent on the sum of squared rank loads. The minimum of this sum also minimizes the
+largest load. One step divides the tokens of one expert over its instances by water-filling, while the tokens of all
+other experts stay as they are. Experts without a common rank are divided in the same step (`color_by_rank`). A few
+sweeps over all experts reach the optimum.
+
+All arithmetic is on integers with a fixed number of steps, so all ranks compute the same split on any hardware. On a
+GPU, `split_kernel` computes the same split in two kernels.
 """
 
 import numpy as np
@@ -18,9 +20,9 @@ from balancing.experts.placement import ReplicaPlacement, color_by_rank
 
 __all__ = ["MOST_RANKS", "Splitter", "check_counts", "run_starts", "split_tokens", "sweeps_of", "traffic"]
 
-MOST_RANKS = 128  # that the kernels take: pairs of more ranks do not fit the registers of one program
+MOST_RANKS = 128  # limit of the kernels: pairs of more ranks do not fit the registers of one program
 
-_TURNS = 40  # of all classes together; the result is well within 1 % of the optimum (benchmarks/experts/plans.py)
+_TURNS = 40  # steps of all classes together; the result is well within 1 % of the optimum (benchmarks/experts/plans.py)
 _MOST = 1 << 31  # tokens of an expert; their square must stay below 2^63
 _FULL = 1 << 50  # load of a rank that must get no tokens; sums of a few thousand such loads stay below 2^63
 
@@ -28,12 +30,12 @@ _FULL = 1 << 50  # load of a rank that must get no tokens; sums of a few thousan
 def split_tokens(load: ArrayLike, placement: ReplicaPlacement, *, sweeps: int | None = None) -> np.ndarray:
     """Tokens of each expert by source and serving rank: int64 [source_rank, expert, rank].
 
-    The loads of ranks are as equal as the placement allows, and tokens stay on their rank or in their node where an
-    instance there has quota left. Sums over the last axis give `load`. To split many loads, use a `Splitter`.
+    The loads of ranks are as equal as the placement allows. Tokens stay on their rank or in their node if an instance
+    there has quota left. Sums over the last axis give `load`. To split many loads, use a `Splitter`.
 
     load: int [source_rank, expert], tokens on each rank that chose each expert.
     placement: the instances.
-    sweeps: turns of each class of experts; by default as many as take constant time together.
+    sweeps: how often each class of experts is divided; by default 4 to 16 times, less often if there are more classes.
 
     Raises ValueError for a load of another shape, one that is not integer, or has negative counts.
     """
@@ -53,7 +55,7 @@ def traffic(load: ArrayLike, placement: ReplicaPlacement) -> np.ndarray:
 
 
 def check_counts(load: ArrayLike, placement: ReplicaPlacement) -> np.ndarray:
-    """`load` as int64 [source_rank, expert]. Raises ValueError where it does not fit the placement."""
+    """`load` as int64 [source_rank, expert]. Raises ValueError if it does not fit the placement."""
     counts = np.asarray(load)
     if counts.shape != (placement.num_ranks, placement.experts):
         raise ValueError(
@@ -68,10 +70,10 @@ def check_counts(load: ArrayLike, placement: ReplicaPlacement) -> np.ndarray:
 
 
 def sweeps_of(placement: ReplicaPlacement, classes: int) -> int:
-    """Turns that each class of experts takes by default, as many as take constant time together.
+    """How often each class of experts is divided by default, so that the total time hardly depends on `classes`.
 
-    placement: the instances; without balancing there are none.
-    classes: of experts without a common rank.
+    placement: the instances. 0 for split rules other than "level".
+    classes: number of classes of experts without a common rank.
     """
     if placement.split != "level":
         return 0
@@ -81,8 +83,8 @@ def sweeps_of(placement: ReplicaPlacement, classes: int) -> int:
 class Splitter:
     """Splits loads over one placement. Construction takes about a millisecond, a call less.
 
-    placement: the instances, and the rule by which tokens are divided over them.
-    sweeps: turns of each class of experts, as in `split_tokens`.
+    placement: the instances and the `SplitRule`.
+    sweeps: as in `split_tokens`.
     """
 
     def __init__(self, placement: ReplicaPlacement, *, sweeps: int | None = None) -> None:
@@ -98,7 +100,7 @@ class Splitter:
 
         load: int [source_rank, expert], not checked.
         """
-        starting = np.ascontiguousarray(load.T, dtype=np.int64)  # [expert, source], so that gathers read whole rows
+        starting = np.ascontiguousarray(load.T, dtype=np.int64)  # [expert, source], so that lookups read whole rows
         served = np.zeros((len(self.placement.phys2log), self.placement.num_ranks), dtype=np.int64)
         served[self._home_only] = starting[self._expert_home_only]
         if not self._classes:
@@ -115,12 +117,12 @@ class Splitter:
         return served.T
 
     def _build(self, classes: list[list[int]]) -> None:
-        """Build the index tables. Rows are experts with replicas, class by class; ranks are in the order of chains."""
+        """Build the index tables. A row is an expert with replicas, in order of classes. Ranks are in chain order."""
         place = self.placement
         chains = place.chains
         home_only = np.flatnonzero((place.phys2log >= 0) & ~np.isin(place.phys2log, list(chains)))
         self._home_only, self._expert_home_only = home_only, place.phys2log[home_only]
-        # Of each class the ranks, and the numbers 1, 2, 3, ... along a chain.
+        # For each class: the ranks of its chains, and their positions in the chain, counted from 1.
         self._classes: list[tuple[np.ndarray, np.ndarray]] = []
         if not classes:
             return
@@ -129,7 +131,7 @@ class Splitter:
         row = np.repeat(np.arange(len(rows)), count)
         rank = np.array([rank for expert in rows.tolist() for rank in chains[expert]], dtype=np.int64)
         self._cell = self._build_cells(np.array([len(experts) for experts in classes]), rows, count, row)
-        ranks = np.full(len(self._cell_expert), place.num_ranks)  # no rank, behind the end of a chain
+        ranks = np.full(len(self._cell_expert), place.num_ranks)  # this number marks cells behind the end of a chain
         ranks[self._cell] = rank
         self._classes = list(zip(self._by_class(ranks), self._by_class(self._cell_position + 1), strict=True))
         self._row, self._rank, self._expert = row, rank, rows[row]
@@ -145,11 +147,11 @@ class Splitter:
         self._node_start, self._node_end = run_starts(in_node), _ends(in_node)
 
     def _build_cells(self, sizes: np.ndarray, rows: np.ndarray, count: np.ndarray, row: np.ndarray) -> np.ndarray:
-        """Lay out one table [place in the chain, row] a class, as long as its longest chain, one after another.
+        """Lay out the tables of all classes, one after another. A class's table is [position in the chain, row].
 
         sizes: number of rows of each class.
         rows: expert of each row.
-        count: length of each row's chain.
+        count: length of each row's chain; a table has as many positions as the longest chain of its class.
         row: row of each instance.
 
         Returns the cell of each instance.
@@ -172,16 +174,19 @@ class Splitter:
         return [cells[first:last].reshape(-1, size) for first, last, size in self._cuts]
 
     def _even(self, total: np.ndarray) -> np.ndarray:
-        """Equal shares of the instances, [cell], remainders to the first ones. total: tokens of the expert, [cell]."""
+        """Equal shares of the instances, [cell]; the first instances get the remainder.
+
+        total: [cell], tokens of the cell's expert.
+        """
         position, count = self._cell_position, self._cell_count
         return total // count * (position < count) + (position < total % count)
 
     def _balance(self, totals: np.ndarray, total: list[np.ndarray], share: list[np.ndarray]) -> None:
         """Balance the loads of ranks by water-filling, in place.
 
-        totals: tokens of each expert, [expert].
-        total: tokens of each instance's expert, for each class [instance, row].
-        share: tokens of each instance, for each class [instance, row]; updated.
+        totals: [expert], tokens of each expert.
+        total: [instance, row] for each class, tokens of each instance's expert.
+        share: [instance, row] for each class, tokens of each instance; updated.
         """
         place = self.placement
         load = np.zeros(place.num_ranks + 1, dtype=np.int64)
@@ -191,7 +196,7 @@ class Splitter:
         load[:-1] = alone.reshape(place.num_ranks, -1).sum(1)
         for x, (ranks, _) in zip(share, self._classes, strict=True):
             load[ranks] = load[ranks] + x
-        # Few and cheap operations: in place, along the outer dimension, on equal shapes.
+        # For speed: in place, along the outer dimension, on equal shapes.
         for sweep in range(1, self._sweeps + 1):
             for at, (ranks, numbers) in enumerate(self._classes):
                 others = load[ranks]
@@ -202,7 +207,7 @@ class Splitter:
                 np.add.accumulate(water, 0, out=water)
                 water += total[at]
                 water //= numbers
-                height = np.minimum.reduce(water)  # the method min takes twice as long
+                height = np.minimum.reduce(water)  # water.min(0) takes twice as long
                 poured = np.maximum(others, height)
                 poured -= others
                 rest = total[at][0] - np.add.reduce(poured)  # fewer tokens than instances below the water level
@@ -226,14 +231,17 @@ class Splitter:
         return served
 
     def _by_source(self, starting: np.ndarray, quota: np.ndarray) -> np.ndarray:
-        """Divide quotas over sources, first the same rank, then the same node: int64 [instance, source_rank]."""
+        """Divide quotas over source ranks, first the same rank, then the same node: int64 [instance, source_rank].
+
+        starting: [expert, source_rank], tokens. quota: [instance], tokens.
+        """
         kept = np.minimum(starting[self._expert, self._rank], quota)
         supply = starting[self._rows]
         supply[self._row, self._rank] -= kept
         quota = quota - kept
         served = np.zeros((len(kept), supply.shape[1]), dtype=np.int64)
         if self._nodes > 1:
-            # Tokens and quotas of an expert within a node are matched as far as possible.
+            # As many tokens as possible are served within their node.
             inside = supply
             if self._padding:
                 inside = np.concatenate([supply, np.zeros((len(supply), self._padding), dtype=np.int64)], 1)
@@ -251,15 +259,15 @@ class Splitter:
     def _in_node(self, supply: np.ndarray, at: np.ndarray, quota: np.ndarray) -> np.ndarray:
         """Match tokens and quotas of an expert within a node, in proportion: int64 [instance, source in node].
 
-        What is left to cross nodes is then in proportion, too, and spread over the NICs.
+        The tokens left to cross nodes are then in proportion, too, and are spread over the NICs.
 
-        supply: tokens, [row and node, source in node].
-        at: row and node of each instance.
+        supply: [section, source in node], tokens; a section is an expert in a node.
+        at: section of each instance.
         quota: tokens that each instance may still serve.
         """
         end = np.cumsum(quota, 0)
         before = (end - quota)[self._node_start]
-        wanted = end[self._node_end] - before  # of an instance's expert in its node
+        wanted = end[self._node_end] - before  # quota of all instances of the expert in the node
         offered = supply.sum(1)
         wanted_in = np.zeros(len(supply), dtype=np.int64)
         wanted_in[at] = wanted
@@ -272,9 +280,11 @@ class Splitter:
         return self._overlap(given, at, taken, self._node_start)
 
     def _overlap(self, supply: np.ndarray, at: np.ndarray, quota: np.ndarray, start: np.ndarray) -> np.ndarray:
-        """Match supply and demand of a section in order, both laid end to end as intervals: int64 [instance, source].
+        """Match supply and demand of each section in order: int64 [instance, source].
 
-        supply: tokens, [section, source]; a section is an expert, or an expert in a node.
+        Supplies are laid end to end as intervals, and so are demands. A match is the overlap of two intervals.
+
+        supply: [section, source], tokens; a section is an expert, or an expert in a node.
         at: section of each instance.
         quota: demand of each instance.
         start: first instance of each instance's section.

@@ -1,12 +1,13 @@
-"""The split of `Splitter` on a GPU in two Triton kernels, with the same result to the token.
+"""The split of `Splitter` on a GPU in two Triton kernels, with exactly the same result.
 
-A split has about six hundred small steps that depend on each other. Queued one by one they take milliseconds between
+A split has about six hundred small steps that depend on each other. Launched one by one they take milliseconds between
 the router and the dispatcher of every MoE layer, while the GPU is almost idle. Here the kernel `balance` computes the
-quotas in one program, and the kernel `divide` divides them over source ranks in one program an expert.
+quotas in one program. The kernel `divide` divides them over source ranks in one program per expert.
 
-All vectors are over ranks. An expert has at most one instance on a rank, and the experts of a class share no rank, so
-an instance is identified by its rank, the experts of a class fit one vector, and a sort or a sum over the instances of
-an expert is a masked sum over pairs of ranks. Pairs of ranks must fit the registers, which limits the number of ranks.
+All vectors are over ranks. An expert has at most one instance on a rank, and the experts of a class share no rank.
+Therefore an instance is identified by its rank, and all experts of a class fit one vector. A sort or a sum over the
+instances of an expert is a masked sum over pairs of ranks. Pairs of ranks must fit the registers, so the number of
+ranks is limited.
 """
 
 import warnings
@@ -31,20 +32,20 @@ __all__ = [
     "launch_options",
 ]
 
-# Rows of a class's table, each over ranks: values of the expert of the class on that rank, -1 without one.
+# Rows of a class's table. A row has one value per rank, for the class's expert on that rank; -1 if there is none.
 _EXPERT = tl.constexpr(0)
-_POSITION = tl.constexpr(1)  # of the rank in the expert's chain
-_COUNT = tl.constexpr(2)  # instances of the expert
-_INSTANCE = tl.constexpr(3)  # number of the instance among all
+_POSITION = tl.constexpr(1)  # position of the rank in the expert's chain
+_COUNT = tl.constexpr(2)  # number of instances of the expert
+_INSTANCE = tl.constexpr(3)  # number of the instance, over all classes
 _PHYSICAL = tl.constexpr(4)
 _ROWS = tl.constexpr(5)
 
 
 def kernel_tables(placement: ReplicaPlacement, classes: list[list[int]]) -> np.ndarray:
-    """What the kernels read of a placement, in one array for a single copy to the device: int32.
+    """The tables of a placement that the kernels read, as one array for a single copy to the device: int32, flat.
 
     placement: the instances, on at most MOST_RANKS ranks.
-    classes: the experts with replicas in classes without a common rank (`color_by_rank`), at least one class.
+    classes: the classes of `color_by_rank`, at least one.
     """
     assert classes and placement.num_ranks <= MOST_RANKS
     width = _width(placement.num_ranks)
@@ -69,12 +70,12 @@ def kernel_tables(placement: ReplicaPlacement, classes: list[list[int]]) -> np.n
 
 
 class SplitKernels:
-    """Splits loads over one placement as `Splitter` does. A call queues a sum, a fill and two kernels.
+    """Splits loads over one placement like `Splitter`. A call launches a sum, a fill and the two kernels.
 
     placement: the instances.
     classes: number of classes of experts.
-    sweeps: turns of each class; 0 for equal shares.
-    tables: `kernel_tables` of the placement, where loads are and kernels run.
+    sweeps: how often each class is divided; 0 for equal shares.
+    tables: `kernel_tables` of the placement, on the device of the loads.
     """
 
     def __init__(self, placement: ReplicaPlacement, classes: int, sweeps: int, tables: torch.Tensor) -> None:
@@ -98,10 +99,11 @@ class SplitKernels:
 
 @cache
 def kernels_work(ranks: int, device: torch.device) -> bool:
-    """Whether the kernels compile, and split a sample load on this device as NumPy does. Cached; a wrong split would
-    hang a run or change its numbers. Where they do not, a warning says why.
+    """Whether the kernels compile and split a sample load on this device like NumPy. The answer is cached.
 
-    ranks: of the sample's placement.
+    A wrong split would hang a run or change its results. If the answer is no, a warning gives the reason.
+
+    ranks: number of ranks of the sample placement.
     device: where the kernels run. The host waits for it.
     """
     generator, home = np.random.default_rng(0), np.arange(2 * ranks) // 2
@@ -112,7 +114,7 @@ def kernels_work(ranks: int, device: torch.device) -> bool:
     try:
         tables = upload(kernel_tables(placement, classes), device)
         found = SplitKernels(placement, len(classes), 4, tables)(torch.from_numpy(load).to(device))
-    except Exception as error:  # of Triton, of the compilers that it starts, or of the driver
+    except Exception as error:  # from Triton, the compilers that it starts, or the driver
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         warnings.warn(f"tokens are split on the host, for Triton cannot compile the kernels: {reason}", stacklevel=2)
         return False
@@ -123,19 +125,22 @@ def kernels_work(ranks: int, device: torch.device) -> bool:
 
 
 def _width(ranks: int) -> int:
-    """Ranks of a vector: a power of two."""
+    """Length of a vector over ranks: a power of two."""
     return max(16, triton.next_power_of_2(ranks))
 
 
 def launch_options(width: int) -> dict[str, Any]:
-    """Compile options of kernels over `width` ranks, a power of two, such that pairs of ranks fit the registers."""
-    # The kernels have no floating point, but Triton warns without a choice of fusion.
+    """Compile options with which pairs of `width` ranks, a power of two, fit the registers."""
+    # The kernels have no floating-point operations, but without enable_fp_fusion Triton warns.
     return {"WIDTH": width, "num_warps": width // 8, "num_stages": 1, "enable_fp_fusion": False}
 
 
 @triton.jit(do_not_specialize=["classes", "homes", "sweeps"])
 def balance(totals, tables, quota, classes, homes, sweeps, WIDTH: tl.constexpr):
-    """Quota of each instance, int64 [instance], from the tokens of each expert, int64 [expert]. One program."""
+    """Compute the quota of each instance. One program.
+
+    totals: int64 [expert], tokens. quota: int64 [instance], written.
+    """
     rank = tl.arange(0, WIDTH)
     load = tl.zeros([WIDTH], tl.int64)
     for at in range(homes):
@@ -151,7 +156,7 @@ def balance(totals, tables, quota, classes, homes, sweeps, WIDTH: tl.constexpr):
         tl.store(quota + tl.load(row + _INSTANCE * WIDTH), share, mask=expert >= 0)
         load += share
     for turn in range(classes * sweeps):
-        tl.debug_barrier()  # before quotas are read that other threads have written
+        tl.debug_barrier()  # other threads have written the quotas that are read next
         row = tables + turn % classes * _ROWS * WIDTH + rank
         expert = tl.load(row + _EXPERT * WIDTH)
         position = tl.load(row + _POSITION * WIDTH)
@@ -159,7 +164,7 @@ def balance(totals, tables, quota, classes, homes, sweeps, WIDTH: tl.constexpr):
         has = expert >= 0
         total = tl.load(totals + expert, mask=has, other=0)
         others = load - tl.load(quota + instance, mask=has, other=0)
-        # The water reaches an instance if it fills the room below that instance's load.
+        # The water reaches an instance if it fills the room below that instance's rank load.
         same = (expert[:, None] == expert[None, :]) & has[:, None]
         room = tl.sum(tl.where(same, tl.maximum(others[None, :] - others[:, None], 0), 0), 0)
         reached = has & (room <= total)
@@ -180,9 +185,9 @@ def balance(totals, tables, quota, classes, homes, sweeps, WIDTH: tl.constexpr):
 
 @triton.jit(do_not_specialize=["classes", "homes", "ranks", "ranks_per_node", "experts", "physicals"])
 def divide(load, quota, tables, served, classes, homes, ranks, ranks_per_node, experts, physicals, WIDTH: tl.constexpr):
-    """Divide quotas over sources, first the same rank, then the same node. One program an expert.
+    """Divide quotas over source ranks, first the same rank, then the same node. One program per expert.
 
-    load: [source_rank, expert]. served: [source_rank, physical], zeros.
+    load: [source_rank, expert]. quota: [instance]. served: [source_rank, physical], zeros; written.
     """
     expert = tl.program_id(0)
     rank = tl.arange(0, WIDTH)
@@ -201,7 +206,7 @@ def divide(load, quota, tables, served, classes, homes, ranks, ranks_per_node, e
         supply = starting - kept
         wanted -= kept
         chain_upto = position[:, None] <= position[None, :]
-        # Tokens and quotas within a node are matched as far as possible, in proportion.
+        # As many tokens as possible are served within their node, in proportion.
         node = rank // ranks_per_node
         inside = node[:, None] == node[None, :]
         offered = tl.sum(tl.where(inside, supply[:, None], 0), 0)
@@ -213,7 +218,7 @@ def divide(load, quota, tables, served, classes, homes, ranks, ranks_per_node, e
         end = tl.sum(tl.where(inside & chain_upto, wanted[:, None], 0), 0)
         high = end * matched // tl.maximum(asked, 1)
         low = (end - wanted) * matched // tl.maximum(asked, 1)
-        # What is left crosses nodes.
+        # The remaining tokens cross nodes.
         supply -= upper - lower
         wanted -= high - low
         upto = tl.cumsum(supply)
