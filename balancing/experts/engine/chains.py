@@ -1,7 +1,7 @@
-"""Chains of one layer: along which ranks an expert's weights leave its home, and its replicas' gradients come back.
+"""One rank's part in the chains of a layer: the messages that it receives and sends, and their tags.
 
-`ReplicaPlacement.chains` has the order of ranks. Here is what one rank does in them: which messages it receives and
-sends, and under which numbers.
+Along a chain, an expert's weights leave the home rank and its replicas' gradients return. `ReplicaPlacement.chains` has
+the order of ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from balancing.experts.placement import ReplicaPlacement
 
 __all__ = ["Chain", "Numbers", "chains_of", "hops_of"]
 
-_MOST_PIECES = 1 << 9  # of one expert, 8 GiB; message numbers leave room for as many
+_MOST_PIECES = 1 << 9  # largest number of pieces of one expert (8 GiB), which message tags have room for
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,9 @@ class Chain:
     """The chain of one expert.
 
     expert: its logical number.
-    ranks: the ranks that hold it in the order in which they relay it, home first.
-    place: position of this rank in the chain; None if it has no part.
-    slot: slot of this rank's replica; None at the home and without a part.
+    ranks: the ranks that hold the expert, in the order in which they relay it, home first.
+    place: position of this rank in the chain; None if this rank is not in the chain.
+    slot: slot of this rank's replica; None at the home and if this rank is not in the chain.
     """
 
     expert: int
@@ -40,10 +40,10 @@ class Chain:
 
 @dataclass(frozen=True)
 class Numbers:
-    """Numbers of the messages of one layer's weights, or of its gradients.
+    """Tags of the messages of one layer's weights, or of its gradients.
 
-    layer: number of the layer; those that share a process group have different ones.
-    homeward: whether gradients travel home, instead of weights away from it.
+    layer: number of the layer; layers that share a process group have different numbers.
+    homeward: True for gradients, which travel to the home rank; False for weights.
     experts: number of experts of a layer.
     """
 
@@ -52,8 +52,8 @@ class Numbers:
     experts: int
 
     def first(self, expert: int) -> int:
-        """Number of the message with the first piece of `expert`; those of other pieces follow. torch keeps it in 32
-        bits."""
+        """Tag of the message with the first piece of `expert`; the tags of its other pieces follow. torch keeps tags in
+        32 bits."""
         number = ((2 * self.layer + self.homeward) * self.experts + expert) * _MOST_PIECES
         assert number < 1 << 31, f"layer {self.layer} of {self.experts} experts"
         return number
@@ -76,9 +76,9 @@ def hops_of(
 ) -> list[Hop]:
     """This rank's hops of a layer.
 
-    chains: of the experts that are sent.
-    numbers: of the messages; gradients take the chain from its end.
-    tensors: chain -> the flat tensor that is received and sent, and the one that is added in between or None.
+    chains: the chains of the experts that are sent.
+    numbers: tags of the messages. Gradients travel the chain from its end.
+    tensors: chain -> the flat tensor that is received and sent, and the tensor that is added in between or None.
     """
     hops = []
     for chain in chains:

@@ -1,12 +1,14 @@
-"""When the turns of transfers are posted: at once, in parts when compute begins, or one at a time.
+"""The times at which transfers are sent, so that they do not compete with the token all-to-alls.
 
-Transfers leave the links to the exchanges of tokens (Pro-Prophet, arXiv 2411.10003, section V). Two stretches of
-compute follow each other, the experts and what lies between two MoE layers, with an exchange before each. A transfer is
-posted in two parts when they begin, in proportion to their lengths. If exchange and transfer halve a link's speed for
-each other while both are under way, no other way ends the second exchange and the transfer sooner, whatever the
-transfer takes. Where all streams of a GPU share one queue (CUDA_DEVICE_MAX_CONNECTIONS=1), its turns are posted one at
-a time instead, with compute in between. All ranks of a group post the same turns at the same points, which gives them
-one order.
+Transfers should use the links while ranks compute (Pro-Prophet, arXiv 2411.10003, section V). Two stretches of compute
+alternate: the experts, and everything between the experts of two MoE layers. An all-to-all precedes each stretch. A
+transfer is sent in two parts, one at the beginning of each stretch, in proportion to their lengths. If an all-to-all
+and a transfer at the same time each get half of a link's speed, no other division ends the second all-to-all and the
+transfer sooner, for any length of the transfer.
+
+If all streams of a GPU share one queue (CUDA_DEVICE_MAX_CONNECTIONS=1), the steps of a transfer are posted one at a
+time instead, with compute in between (`Relay` says why). All ranks of a group post the same steps at the same points,
+so messages have the same order on all ranks.
 """
 
 from collections.abc import Sequence
@@ -22,11 +24,11 @@ __all__ = ["Postings"]
 
 @dataclass
 class _Posting:
-    """A transfer with turns left.
+    """A transfer with steps that are not yet posted.
 
-    relay: its hops.
-    shares: the parts of it that are left, the next first.
-    due: the part that was to be posted so far.
+    relay: the transfer.
+    shares: fractions of the transfer that are still to be posted, the next one first.
+    due: sum of the fractions so far.
     """
 
     relay: Relay
@@ -34,7 +36,7 @@ class _Posting:
     due: float = 0.0
 
     def post_part(self) -> None:
-        """Post the next part, rounded to turns; after the last one, whatever is left."""
+        """Post the next part, rounded to steps. After the last part, post all remaining steps."""
         if not self.shares:
             return self.relay.post_rest()
         self.due += self.shares.pop(0)
@@ -42,12 +44,12 @@ class _Posting:
 
 
 class Postings:
-    """The transfers of one process group that have turns left to post.
+    """The transfers of one process group with steps that are not yet posted.
 
-    process_group: of the ranks that relay.
-    stream: that transfers run on; None on the CPU.
-    turn_by_turn: whether turns are posted one at a time, by `advance`.
-    expert_share: part of a layer's compute that is its experts'. None posts transfers whole.
+    process_group: the ranks that relay.
+    stream: the stream of the transfers; None on the CPU.
+    turn_by_turn: whether steps are posted one at a time, by `advance`.
+    expert_share: fraction of a layer's compute that is expert compute, 0 to 1. None sends transfers whole.
     """
 
     def __init__(
@@ -67,9 +69,9 @@ class Postings:
     def start(self, hops: list[Hop], turns: int, shares: Sequence[float]) -> Relay:
         """Start a transfer.
 
-        hops: of this rank.
-        turns: of the whole group; 0 if nobody sends.
-        shares: parts to post now and at each `begin_compute` that follows, where transfers are posted in parts.
+        hops: the hops of this rank.
+        turns: number of steps of the longest chain of the group; 0 if no rank sends.
+        shares: fractions to post now and at each following `begin_compute`, if transfers are sent in parts.
         """
         in_parts = self._expert_share is not None and len(shares) > 1
         if not (turns and (self.turn_by_turn or in_parts)):
@@ -83,20 +85,23 @@ class Postings:
         return posting.relay
 
     def advance(self) -> None:
-        """Post the next turn of the oldest transfer, where they are posted one at a time."""
+        """Post the next step of the oldest transfer, if steps are posted one at a time."""
         self._drop_posted()
         if self.turn_by_turn and self._left:
             self._left[0].relay.post()
 
     def begin_compute(self) -> None:
-        """Post the next part of each transfer, where they are posted in parts: a stretch of compute begins."""
+        """Post the next part of each transfer, if transfers are sent in parts."""
         self._drop_posted()
         if not self.turn_by_turn:
             for posting in self._left:
                 posting.post_part()
 
     def shares(self, *, begins_with_experts: bool) -> tuple[float, float]:
-        """Parts of a transfer in two stretches of compute that follow each other."""
+        """Fractions of a transfer to send in two successive stretches of compute, in order.
+
+        begins_with_experts: whether the first of them is expert compute.
+        """
         of_experts = self._expert_share or 0.0
         return (of_experts, 1 - of_experts) if begins_with_experts else (1 - of_experts, of_experts)
 

@@ -1,11 +1,12 @@
 """Relay of weights and gradients along chains of ranks, so that an expert leaves its home once for all its replicas.
 
-A home rank that sends every replica itself is limited by its own link: eight copies through one NIC take eight times as
-long as one. Along a chain each rank receives once and sends once, and messages in pieces keep all links busy at the
-same time (`ReplicaPlacement.chains` gives the order). Gradients take the reverse way, each rank adding its own.
+If a home rank sent every replica itself, its link would be the limit: eight copies through one NIC take eight times as
+long as one. Along a chain each rank receives once and sends once. Messages are sent in pieces, so that all links of the
+chain are busy at the same time. `ReplicaPlacement.chains` has the order of ranks. Gradients travel in the reverse
+order, and each rank adds its own.
 
-A rank in the middle of a chain waits for a message and then sends another, while it computes. On a GPU this is the
-order of work on a stream. On a CPU a thread does it and sleeps until a message has come.
+A rank in the middle of a chain receives a message and then sends it on, while it computes. On a GPU, the order of work
+on a stream does this. On a CPU, a thread does it and sleeps until a message has arrived.
 """
 
 import threading
@@ -24,21 +25,21 @@ _PIECE_BYTES = 16 << 20  # large enough for the full bandwidth of a link, small 
 
 
 def split_pieces(flat: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Views of the pieces in which `flat` is sent, the same on all ranks for the same length and type."""
+    """Views of the pieces in which `flat` is sent. All ranks get the same pieces for the same length and type."""
     return flat.split(max(1, _PIECE_BYTES // flat.element_size()))
 
 
 @dataclass(frozen=True)
 class Hop:
-    """One rank's part in relaying one piece of one expert: receive it, add this rank's own, and send the sum on.
+    """One rank's part in relaying one piece of one expert: receive it, add this rank's tensor, and send the sum.
 
     source: rank in the group to receive from; None at the start of the chain.
     target: rank in the group to send to; None at the end of the chain.
     piece: tensor that is received into and sent.
     add: tensor that is added before sending, or None.
     tag: number of the message, unique among the messages of two ranks that may be in flight together.
-    turn: number of messages before the one that this rank sends. Ranks that work in the order of turns cannot
-        deadlock.
+    turn: step of the transfer in which this rank sends; this rank receives in the step before. Ranks that work in the
+        order of steps cannot deadlock.
     """
 
     source: int | None
@@ -54,27 +55,27 @@ class Hop:
         return 0 if self.target is None else self.piece.numel() * self.piece.element_size()
 
     def combine(self) -> None:
-        """Add this rank's own tensor to the piece, after it has been received."""
+        """Add this rank's tensor to the received piece."""
         if self.add is not None:
             self.piece.add_(self.add)
 
 
 class Relay:
-    """The hops of one rank, in flight from construction until `wait_sent`.
+    """The hops of one rank in one transfer, in flight from construction until `wait_sent`.
 
-    hops: of this rank, in any order.
+    hops: the hops of this rank, in any order.
     process_group: used for nothing else at the same time.
-    stream: that the messages of a GPU run on; None on the CPU. Relays that follow each other may have the same.
-    turns: number of turns of the longest chain of the group, to post them by `post`; None posts all of them now.
+    stream: the stream of a GPU's messages; None on the CPU. Successive relays may use the same stream.
+    turns: number of steps of the longest chain of the group; `post` then posts them. None posts all steps now.
 
-    Turns that are posted together follow each other at once, beside whatever else the links carry then. Posted a few at
-    a time, when compute begins, they leave the links to the messages between stretches of compute. Also, with
-    CUDA_DEVICE_MAX_CONNECTIONS=1 all streams share one queue, and a kernel starts only after those queued earlier have
-    started: turns that are queued together delay the compute queued after them until the last turn has started. Posted
-    one at a time, with compute in between, they do not.
+    There are two reasons to post a few steps at a time. First, steps posted together run one after the other and
+    compete for the links with all other messages. Posted when compute begins, a few steps leave the links free for the
+    messages between stretches of compute. Second, with CUDA_DEVICE_MAX_CONNECTIONS=1 all streams share one queue, and a
+    kernel starts only after all kernels queued earlier have started. Steps queued together delay the compute queued
+    after them until the last step has started. Steps queued one at a time, with compute in between, do not.
 
-    On a GPU the waits make the current stream wait, not the host. They raise RuntimeError where a rank has died or has
-    not answered within the group's timeout.
+    On a GPU, waiting blocks the current stream, not the host. Waiting raises RuntimeError if a rank has died or has not
+    answered within the group's timeout.
     """
 
     def __init__(
@@ -89,13 +90,13 @@ class Relay:
         self._hops = sorted(hops, key=lambda hop: hop.turn)  # keeps the tensors alive, too
         self._incoming: list[dist.Work] = []
         self._outgoing: list[dist.Work] = []
-        self._arriving: dict[int, dist.Work] = {}  # by the tags of hops that this rank passes on
+        self._arriving: dict[int, dist.Work] = {}  # receives of messages that this rank sends on, by tag
         self._threads: list[threading.Thread] = []
         self._error: BaseException | None = None
         self._received: torch.cuda.Event | None = None
         self._sent: torch.cuda.Event | None = None
         self._stream = stream if hops else None
-        self.posted = 0  # turns
+        self.posted = 0  # number of steps posted
         self.turns = max((hop.turn + 1 for hop in hops), default=0) if turns is None else turns
         if self._stream is not None:
             self._last_received = max((hop.turn - 1 for hop in hops if hop.source is not None), default=-1)
@@ -105,7 +106,7 @@ class Relay:
             self.post_rest()
 
     def wait_received(self) -> None:
-        """Wait for everything that this rank receives. It may still be sending. Posts the turns that are left."""
+        """Post all remaining steps and wait for everything that this rank receives. It may still be sending."""
         self.post_rest()
         if self._received is not None:
             torch.cuda.current_stream().wait_event(self._received)
@@ -119,7 +120,7 @@ class Relay:
         self._incoming.clear()
 
     def wait_sent(self) -> None:
-        """Wait until everything is received and sent, so that the tensors may be overwritten."""
+        """Wait until everything is received and sent. The tensors may then be overwritten."""
         self.wait_received()
         if self._sent is not None:
             torch.cuda.current_stream().wait_event(self._sent)
@@ -128,7 +129,7 @@ class Relay:
         self._outgoing.clear()
 
     def _receive_on_host(self) -> None:
-        # Before anything is sent: gloo queues the notice of a receive behind the data of a send to the same rank.
+        # Receives start before sends, since gloo queues the notice of a receive behind the data of a send to that rank.
         for hop in self._hops:
             if hop.source is not None and hop.target is not None:
                 self._arriving[hop.tag] = self._receive(hop)
@@ -150,19 +151,20 @@ class Relay:
                 with torch.no_grad():
                     hop.combine()
                 self._outgoing.append(self._send(hop))
-        except BaseException as error:  # raised by `wait_received`
+        except BaseException as error:  # `wait_received` raises it on the calling thread
             self._error = error
 
     @property
     def is_posted(self) -> bool:
-        """Whether all turns are posted."""
+        """Whether all steps are posted."""
         return self.posted == self.turns
 
     @named("transfer of replicas")
     def post(self, turns: int = 1) -> None:
-        """Post the next turns, as far as some are left. All ranks of the group do this at the same point.
+        """Post the next `turns` steps, or all remaining steps if there are fewer.
 
-        On a GPU they begin after the work that is queued on the current stream so far.
+        All ranks of the group must call it at the same point. On a GPU the steps start after the work queued on the
+        current stream so far.
         """
         following = range(self.posted, min(self.posted + turns, self.turns))
         self.posted += len(following)
@@ -172,7 +174,7 @@ class Relay:
         if following:
             self._stream.wait_stream(torch.cuda.current_stream())
         for turn in following:
-            # NCCL runs messages in the order in which they are started, so all ranks start those of a turn together.
+            # NCCL runs messages in the order in which they are started, so all ranks start those of a step together.
             with torch.cuda.stream(self._stream):
                 operations = []
                 for hop in self._hops:
@@ -189,7 +191,7 @@ class Relay:
                     self._sent = self._stream.record_event()
 
     def post_rest(self) -> None:
-        """Post all turns that are left. All ranks of the group do this at the same point."""
+        """Post all remaining steps. All ranks of the group must call it at the same point."""
         self.post(self.turns)
 
     def _operation(self, send_or_receive: Callable, hop: Hop, other: int) -> dist.P2POp:

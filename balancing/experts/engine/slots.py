@@ -1,31 +1,32 @@
 """Replica slots: send expert weights to replicas and return the replicas' gradients, while other layers compute.
 
-A replica lives in a slot for at most one iteration (Pro-Prophet, arXiv 2411.10003, section IV). Its weights are sent by
-the home rank (`Trans`); its gradients are returned there and added to the home expert's own before anything else reads
-them (`Agg`). Both are relayed from rank to rank (`balancing.experts.engine.relay`), so that an expert leaves its home
-once, however many replicas it has, and gradients are added in a fixed order, so that runs repeat bit for bit. Replicas
-are in no optimizer and no checkpoint.
+A replica lives in a slot for at most one iteration (Pro-Prophet, arXiv 2411.10003, section IV). The home rank sends its
+weights (`Trans`). The replica's gradients return to the home rank, where they are added to the home expert's gradients
+before anything else reads them (`Agg`). Both are relayed from rank to rank (`balancing.experts.engine.relay`): an
+expert leaves its home once, however many replicas it has, and gradients are added in a fixed order, so that runs repeat
+bit for bit. Replicas are in no optimizer and no checkpoint.
 
-Slots have two modes. Resident: each layer has its own buffer; weights are sent once an iteration and gradients returned
-once, whatever the number of micro-batches. Shared: two buffers serve all layers; while one layer computes, the next
-layer's weights arrive in the other. Weights are sent for each pass, gradients returned after each backward pass.
+Slots have two modes. Resident: each layer has its own buffer. Weights are sent once an iteration and gradients returned
+once, whatever the number of micro-batches. Shared: all layers share two buffers. While one layer computes, the next
+layer's weights arrive in the other buffer. Weights are sent for each pass, gradients returned after each backward pass.
 
-Three layers and two micro-batches. F1 and B1 are the forward and backward pass through the experts of layer 1; W1 below
-one of them says that the weights of layer 1 set out when it begins, G1 that its gradients do when it has ended:
+Example: three layers and two micro-batches. F1 and B1 are the forward and backward pass through the experts of layer 1.
+W1 below a pass: the weights of layer 1 are sent from the beginning of the pass. G1: the gradients of layer 1 are sent
+from the end of the pass.
 
     begin  F0  F1  F2  B2  B1      B0  F0  F1  F2  B2  B1      B0
     W0     W1  W2                                  G2  G1      G0   resident
     W0     W1  W2      G2  W0, G1  G0      W2      G2  W0, G1  G0   shared
 
-With shared slots, layers 0 and 2 have the same buffer: a backward pass finds layers 2 and 1 where the forward pass left
-them, and layer 0 comes again. Where forward passes alternate with backward passes of another micro-batch, layer by
-layer (`alternating`), one is in the first half of the layers while the other is in the second, and each half has two
-buffers.
+With shared slots, layers 0 and 2 have the same buffer. The backward pass still finds layers 2 and 1 in the buffers, and
+layer 0 is sent again. If forward passes alternate layer by layer with backward passes of another micro-batch
+(`alternating`), one pass is in the first half of the layers while the other is in the second half. Each half then has
+two buffers.
 
 A pass waits for the weights of its layer. Gradients are waited for two layers later, or when the iteration ends.
-Transfers run while the rank computes, in turns that are posted when the links are free (`balancing.experts.engine.
-posting`). Every rank of the group calls the same methods in the same order, which the order of layers and micro-batches
-gives.
+Transfers run while the rank computes, in steps that are posted when the links are free (`balancing.experts.engine.
+posting`). All ranks of the group must call the same methods in the same order; the order of layers and micro-batches
+ensures this.
 """
 
 import os
@@ -55,14 +56,14 @@ class HomeExperts:
     """The experts that are at home on this rank, in the MoE layers of one model chunk.
 
     parameters: [layer][home expert] -> its parameters; all experts have the same shapes.
-    gradient: home parameter -> the fp32 (or float64) tensor that its gradient is accumulated in.
-    fused: whether products with a replica's weight add its gradient to the attribute `main_grad` of the weight, which
-        has the type of `gradient` then, rather than to `grad`.
+    gradient: home parameter -> the fp32 (or float64) tensor that accumulates its gradient.
+    fused: whether the backward pass of a replica's weight adds to the weight's attribute `main_grad`, of the type of
+        `gradient`, instead of `grad` (fused gradient accumulation).
     format: how parameters are stored.
-    final: called with a layer's number before the weights of its homes are read.
-    complete: called with a layer's number after backward passes, and always after the last one, when the gradients of
-        its replicas have been added to those of their homes; layers come in the order of `end_pass`.
-    first_layer: number of the first layer in messages; slots that share a process group must not have a number twice.
+    final: called with a layer's number before the weights of its home experts are read. It makes them final.
+    complete: called with a layer's number when the gradients of its replicas have been added to those of the home
+        experts, in the order of `end_pass`. That is after some backward passes of the layer, always after the last one.
+    first_layer: number of the first layer in message tags. Layers that share a process group need different numbers.
     """
 
     parameters: Sequence[Sequence[Parameters]]
@@ -76,10 +77,10 @@ class HomeExperts:
 
 @dataclass
 class TransferStatistics:
-    """Transfers of this rank since the statistics were last taken.
+    """Transfers of this rank since the last `take_statistics`.
 
     weight_bytes, gradient_bytes: bytes sent.
-    exposed_seconds: time for which this rank, or the stream that it computes on, waited for transfers.
+    exposed_seconds: seconds that this rank, on a GPU its compute stream, waited for transfers.
     """
 
     weight_bytes: int = 0
@@ -90,8 +91,8 @@ class TransferStatistics:
 class _Reduction(NamedTuple):
     """A layer's gradients in flight.
 
-    relay: their hops.
-    received: (home expert, sum of its replicas' gradients) of this rank's home experts with replicas.
+    relay: the transfer.
+    received: (home expert, sum of its replicas' gradients), for this rank's home experts with replicas.
     """
 
     relay: Relay
@@ -100,18 +101,18 @@ class _Reduction(NamedTuple):
 
 @dataclass
 class _Layer:
-    """The slots of one layer, and what happens to them in an iteration.
+    """The slots of one layer and their state in an iteration.
 
     homes: [home expert] -> its parameters.
-    buffer: number of the buffer that its slots are in.
-    weights: of the buffer, [slot, numbers of an expert].
+    buffer: number of the buffer that holds the layer's slots.
+    weights: [slot, element], the flat weights of the expert in each slot; memory of the buffer.
     leaves: [slot] -> the replica's parameters, in the memory of `weights`.
-    chains: of its experts with replicas.
+    chains: chains of the layer's experts with replicas.
     fetching: weights in flight.
-    accumulated: gradients of this rank's replicas, [slot, numbers of an expert]; None before the first ones.
+    accumulated: [slot, element], gradients of this rank's replicas; None before the first gradients.
     reduction: gradients in flight.
-    backwards: number of backward passes so far.
-    moved_bytes: sent by all ranks together, weights and gradients.
+    backwards: number of backward passes so far in the iteration.
+    moved_bytes: bytes sent by all ranks together, weights and gradients.
     """
 
     homes: Sequence[Parameters]
@@ -136,7 +137,7 @@ class _Layer:
 
 
 class _Buffers(NamedTuple):
-    """How many buffers the slots of `layers` layers have, and which of them each layer has."""
+    """The number of buffers for the slots of `layers` layers, and the buffer of each layer."""
 
     layers: int
     shared: bool
@@ -156,11 +157,12 @@ class ReplicaSlots:
     """The replica slots of this rank for the MoE layers of one model chunk.
 
     homes: the experts of this rank in these layers.
-    slots: maximal number of replicas of a layer on this rank.
+    slots: largest number of replicas of a layer on this rank.
     process_group: expert-parallel group, used for nothing else at the same time.
-    shared: whether two buffers serve all layers, instead of one buffer for each layer.
-    alternating: whether a forward and a backward pass alternate, for which shared slots have four buffers.
-    expert_share: part of a layer's compute that is its experts'. None posts transfers whole.
+    shared: whether all layers share two buffers, instead of one buffer for each layer.
+    alternating: whether a forward and a backward pass alternate. Shared slots then have four buffers.
+    expert_share: fraction of a layer's compute that is expert compute, to send each transfer in two parts
+        (`balancing.experts.engine.posting`). None sends transfers whole.
     """
 
     def __init__(
@@ -198,21 +200,21 @@ class ReplicaSlots:
             self._make_layer(experts, buffers.of(number)) for number, experts in enumerate(homes.parameters)
         ]
         self._content: list[int | None] = [None] * buffers.number  # the layer that each buffer holds or receives
-        # One stream for all transfers: torch has 32, which NCCL's communicators take theirs from, too.
+        # One stream for all transfers: torch has only 32, and NCCL's communicators use some of them.
         stream = torch.cuda.Stream(self._device) if self._weights.is_cuda else None
-        # The variable is the same on all ranks.
+        # All ranks must have the same value of this variable.
         one_queue = stream is not None and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
         self._postings = Postings(process_group, stream, turn_by_turn=one_queue, expert_share=expert_share)
-        self._leaving: list[Relay] = []  # received, and perhaps still sending
-        self._passed: list[int] = []  # layers after a backward pass whose gradients may be in flight
+        self._leaving: list[Relay] = []  # transfers that are received here but may still be sending
+        self._passed: list[int] = []  # layers after their backward pass, with gradients that may be in flight
         self._micro_batches = 1
         self._statistics = TransferStatistics()
         self._clock: DeviceClock = CudaClock() if self._device.type == "cuda" else CpuClock()
-        self._waits: list[tuple[Any, Any]] = []  # begin and end, marks of the clock
+        self._waits: list[tuple[Any, Any]] = []  # clock marks at the begin and end of each wait
 
     def _make_layer(self, homes: Sequence[Parameters], buffer: int) -> _Layer:
-        # Leaves of autograd. They share the buffers' memory but not their version counters: a shared buffer is written
-        # again between a forward pass and its backward pass, and holds the same weights when the backward pass runs.
+        # Autograd leaves that share the buffers' memory but not their version counters. A shared buffer is overwritten
+        # between a forward pass and its backward pass, but has the same weights again when the backward pass runs.
         weights = self._weights[buffer].data
         return _Layer(homes, buffer, weights, [self._layout.replicas(homes[0], flat) for flat in weights])
 
@@ -226,25 +228,27 @@ class ReplicaSlots:
         format: WeightFormat | None = None,
         copies: int = 0,
     ) -> int:
-        """Bytes of memory that replicas take on this rank, with gradients.
+        """Bytes of memory that replicas and their gradients take on this rank.
 
         homes: [layer][home expert] -> its parameters.
         slots, shared, alternating: as in `ReplicaSlots`.
         format: how parameters are stored.
-        copies: bytes that the layers keep for each number of a replica beside the slots, such as a quantized weight.
+        copies: bytes per parameter of a replica that the layers keep outside the slots, such as a quantized weight.
         """
         first = homes[0][0]
         size = sum(p.numel() for p in first)
         stored = WeightLayout(first, format or WeightFormat()).nbytes
         gradient = size * max(4, first[0].element_size())
-        # Of shared gradients, one is filled while the other is sent.
+        # Shared slots have two gradient buffers, in alternating mode too: one is filled while the other is sent.
         weights, gradients = (_Buffers(len(homes), shared, more).number for more in (alternating, False))
         return slots * (weights * stored + gradients * gradient + len(homes) * size * copies)
 
     # Trans.
 
     def begin_step(self, placements: Sequence[ReplicaPlacement], micro_batches: int) -> None:
-        """Begin an iteration, whose weights are final or being gathered: send those of the first layer with replicas.
+        """Begin an iteration. Starts sending the weights of the first layer with replicas.
+
+        The weights of all layers must be final, or made final by `HomeExperts.final`.
 
         placements: one for each layer, with homes in contiguous blocks.
         micro_batches: number of backward passes of each layer in this iteration.
@@ -262,32 +266,33 @@ class ReplicaSlots:
 
     @property
     def turn_by_turn(self) -> bool:
-        """Whether turns are posted one at a time, by `advance`."""
+        """Whether the steps of transfers are posted one at a time, by `advance`."""
         return self._postings.turn_by_turn
 
     def advance(self) -> None:
-        """Post the next turn of the oldest transfer, where they are posted one at a time.
+        """Post the next step of the oldest transfer, if steps are posted one at a time.
 
-        Called on all ranks at the same points, with compute in between. Whoever waits for a transfer posts the rest.
+        Call it on all ranks at the same points, with compute in between. Waiting for a transfer posts its other steps.
         """
         self._postings.advance()
 
     def begin_compute(self) -> None:
-        """Post the next part of each transfer, where they are posted in parts: a stretch of compute begins.
+        """Post the next part of each transfer, if transfers are sent in parts.
 
-        Called on all ranks at the same points. Whoever waits for a transfer posts the rest.
+        Call it on all ranks at the same points, when a stretch of compute begins. Waiting for a transfer posts its
+        other parts.
         """
         self._postings.begin_compute()
 
     def prefetch(self, number: int, shares: Sequence[float] = (1.0,)) -> None:
         """Start sending the weights of the replicas of layer `number`, unless they are in the slots or in flight.
 
-        shares: parts to post now and at each `begin_compute` that follows.
+        shares: fractions of the transfer to post now and at each following `begin_compute`.
         """
         layer = self._layers[number]
         if self._content[layer.buffer] == number:
             return
-        # A layer that just got its first replicas (`add`) takes a shared buffer from one that runs after it.
+        # Another layer's weights may still be on their way into or out of the shared buffer.
         for other in self._layers:
             if other.buffer == layer.buffer:
                 for relay in other.fetching:
@@ -316,10 +321,10 @@ class ReplicaSlots:
         return Numbers(self.homes.first_layer + number, homeward, self._experts)
 
     def _relay(self, hops: list[Hop], chains: list[Chain], like: torch.Tensor, shares: Sequence[float]) -> Relay:
-        """Start this rank's hops of `chains`, which are the same on all ranks.
+        """Start this rank's hops of `chains`. The chains are the same on all ranks.
 
-        like: of the size and type of what is sent of each expert.
-        shares: as `Postings.start` has them.
+        like: a tensor of the size and type of one expert's weights, or gradients.
+        shares: as in `Postings.start`.
         """
         turns = 0
         if chains:
@@ -367,7 +372,7 @@ class ReplicaSlots:
         return self._layers[number].moved_bytes
 
     def leaves(self, number: int) -> list[list[torch.Tensor]]:
-        """[slot] -> the replica's parameters, filled by `acquire`; autograd accumulates gradients in them."""
+        """[slot] -> the replica's parameters, filled by `acquire`. Autograd accumulates gradients in them."""
         return self._layers[number].leaves
 
     def _finish_sends(self) -> None:
@@ -383,11 +388,11 @@ class ReplicaSlots:
     # Agg.
 
     def accumulate_gradients(self, number: int) -> None:
-        """After a backward pass through the replicas of layer `number`: add up their gradients.
+        """Add the gradients of a backward pass through the replicas of layer `number` to those of earlier passes.
 
-        With resident slots they are returned after the last micro-batch, with shared slots after each one.
+        With resident slots, the gradients are returned after the last micro-batch, with shared slots after each one.
         """
-        if self.shared:  # memory suffices for the gradients of one layer in flight
+        if self.shared:  # shared slots have memory for the gradients of only one layer in flight
             for other in range(len(self._layers)):
                 self._finish_reduction(other)
         layer = self._layers[number]
@@ -406,7 +411,7 @@ class ReplicaSlots:
             self._start_reduction(number)
 
     def _accumulator(self, number: int) -> torch.Tensor:
-        """Gradients of the replicas of layer `number` on this rank, [slot, numbers of an expert], 0 at first."""
+        """Gradients of the replicas of layer `number` on this rank, [slot, element], zeros at first."""
         layer = self._layers[number]
         if layer.accumulated is None:
             layer.accumulated = torch.zeros(self.slots, self._size, dtype=self._gradient_dtype, device=self._device)
@@ -445,23 +450,23 @@ class ReplicaSlots:
         )
 
     def _gradient_shares(self, number: int) -> Sequence[float]:
-        """Parts of the gradients of layer `number` to post now and at each `begin_compute` that follows."""
-        if not number:  # no experts follow, and what does cannot hide what takes long
+        """Fractions of the gradients of layer `number` to post now and at each following `begin_compute`."""
+        if not number:  # after the first layer no experts follow that could hide a part, so all is sent at once
             return (1.0,)
-        return 0.0, *self._postings.shares(begins_with_experts=False)  # an exchange of tokens comes first
+        return 0.0, *self._postings.shares(begins_with_experts=False)  # the all-to-all of tokens comes first
 
     def _empty_gradient(self) -> torch.Tensor:
         """Memory for the gradients of an expert."""
         return torch.empty(self._size, dtype=self._gradient_dtype, device=self._device)
 
     def end_pass(self, number: int) -> None:
-        """After a backward pass through the experts of layer `number`, homes and replicas, also without replicas.
+        """Call this after each backward pass through the experts of layer `number`, even if it has no replicas.
 
-        Gradients are waited for two layers later. The layer is then complete: at the same point of the backward pass
-        whatever the placements of this group and of others are. With one or two layers that is the end of the
-        iteration.
+        It waits for the gradients of the layer before the previous one and calls `HomeExperts.complete` for that layer.
+        Therefore a layer is complete at the same point of the backward pass for all placements, in all groups. The last
+        two layers are complete at the end of the iteration.
         """
-        if number in self._passed:  # with the micro-batch before, which has left nothing to wait for
+        if number in self._passed:  # from the micro-batch before, whose gradients need no wait any more
             self._passed.remove(number)
         self._passed.append(number)
         while len(self._passed) > 2:
@@ -476,7 +481,7 @@ class ReplicaSlots:
         if layer.reduction is None:
             return
         (relay, received), layer.reduction = layer.reduction, None
-        relay.post_rest()  # here on all ranks, also on those that receive nothing
+        relay.post_rest()  # also on ranks that receive nothing, since all ranks post at the same point
         if received:
             self._wait(relay.wait_received)
         for home, flat in received:
@@ -485,8 +490,8 @@ class ReplicaSlots:
         self._leaving.append(relay)
 
     def take_statistics(self) -> TransferStatistics:
-        """The statistics since the last call; waits are those since the step began. On a GPU the host waits for the
-        last of these waits to end."""
+        """The statistics since the last call. Exposed seconds count from the later of the last call and the last
+        `begin_step`. On a GPU the host blocks until the compute stream has passed the last wait."""
         taken, self._statistics = self._statistics, TransferStatistics()
         if self._waits and self._device.type == "cuda":
             self._waits[-1][1].synchronize()
@@ -495,12 +500,12 @@ class ReplicaSlots:
         return taken
 
     def end_step(self) -> None:
-        """After all backward passes of the iteration: wait for every gradient."""
-        # Layers whose input needs no gradient come last, since their backward pass does not reach `end_pass`.
+        """End the iteration, after all its backward passes: wait for all gradients."""
+        # Layers whose input needs no gradient come last: no backward pass calls `end_pass` for them.
         for number in [*self._passed, *reversed(range(len(self._layers)))]:
             self._finish(number)
         self._passed.clear()
-        for layer in self._layers:  # requested for a pass that did not run
+        for layer in self._layers:  # weights sent for a pass that did not run
             self._leaving += layer.fetching
             layer.fetching.clear()
         self._finish_sends()

@@ -1,7 +1,8 @@
 """How the weights of an expert are stored and laid out in the buffers of replica slots.
 
-An expert is sent as one flat tensor. Its parameters may be plain tensors, or quantized ones made of numbers in 8 bits
-and scales; a replica is then made of the same parts, which lie in the slot's buffer, and equals its home bit for bit.
+An expert is sent as one flat tensor. Its parameters may be plain tensors, or quantized ones that consist of 8-bit
+values and scales. The replica of a quantized parameter consists of the same parts, stored in the slot's buffer, and
+equals the home parameter bit for bit.
 """
 
 from collections.abc import Sequence
@@ -10,30 +11,30 @@ import torch
 
 __all__ = ["Parameters", "WeightFormat", "WeightLayout"]
 
-Parameters = Sequence[torch.Tensor]  # of one expert, in a fixed order
+Parameters = Sequence[torch.Tensor]  # the parameters of one expert, in a fixed order
 
-_ALIGNMENT = 128  # bytes, of tensors of several types in one buffer; matrix products need 16
+_ALIGNMENT = 128  # bytes, if a buffer has tensors of several types; matrix products need 16
 
 
 class WeightFormat:
-    """How parameters are stored: here each is one tensor. Quantized ones have numbers and scales."""
+    """How parameters are stored. Here each parameter is one tensor. Subclasses store quantized parameters."""
 
     def parts(self, parameter: torch.Tensor) -> list[torch.Tensor]:
         """The tensors that are sent to a replica of `parameter`, in a fixed order."""
         return [parameter.detach()]
 
     def replica(self, parameter: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """A leaf of autograd like `parameter` that is stored in `parts`."""
+        """An autograd leaf like `parameter`, stored in `parts`."""
         return torch.nn.Parameter(parts[0])
 
     def received(self, replicas: Parameters) -> None:
-        """The parts of `replicas` have been received."""
+        """Called after the parts of `replicas` have been received."""
 
 
 class WeightLayout:
-    """The parts of an expert's parameters, one after the other in a flat buffer.
+    """The layout of an expert's parameters in a flat buffer.
 
-    parameters: of one expert.
+    parameters: the parameters of one expert.
     format: how they are stored.
     """
 
@@ -48,7 +49,7 @@ class WeightLayout:
         unit = 1 if alike else _ALIGNMENT
         self._used = [shape.numel() * dtype.itemsize // self.dtype.itemsize for shape, dtype in self._parts]
         self._sizes = [-(-used // unit) * unit for used in self._used]
-        self.size = sum(self._sizes)  # numbers of `dtype`
+        self.size = sum(self._sizes)  # elements of `dtype`
         self.nbytes = self.size * self.dtype.itemsize
 
     def flat(self, parameters: Parameters) -> torch.Tensor:
@@ -63,7 +64,7 @@ class WeightLayout:
         )
 
     def replicas(self, parameters: Parameters, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Leaves of autograd like `parameters` that are stored in `flat`, [size]."""
+        """Autograd leaves like `parameters`, stored in `flat`, [size]."""
         pieces = zip(flat.split(self._sizes), self._used, self._parts, strict=True)
         parts = iter([piece[:used].view(dtype).view(shape) for piece, used, (shape, dtype) in pieces])
         return [
