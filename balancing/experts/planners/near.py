@@ -1,12 +1,12 @@
 """Replicas that keep tokens in their node, so that an all-to-all sends less between nodes than with even routing.
 
-With homes alone (N - 1) / N of all tokens leave their node on N nodes, however even routing is, and an all-to-all takes
-as long as the busiest NIC. A node that has a replica of an expert serves its own tokens of it. Such a replica crosses
-nodes once an iteration, in weights and in gradients, and saves tokens in each of its micro-batches.
+Without replicas on N nodes, (N - 1) / N of all tokens leave their node even if routing is even, and an all-to-all takes
+as long as the busiest NIC. A node with a replica of an expert serves its own tokens of that expert. The weights and
+gradients of such a replica cross nodes once an iteration, but the replica saves tokens in every micro-batch.
 
-The next replica goes to the node and the expert with most tokens that would otherwise leave, on the rank of that node
-with the fewest tokens. What each rank is to serve then comes from the split, which levels ranks first and keeps tokens
-in their node as far as that allows.
+The next replica goes to the node and expert with the most tokens that would otherwise leave the node, on the rank of
+that node with the fewest tokens. The split (`balancing.experts.split.split`) then balances ranks first, and keeps
+tokens in their node as far as balance allows.
 """
 
 from collections.abc import Sequence
@@ -24,13 +24,14 @@ def near_slots(
     ranks_per_node: int,
     numbers: Sequence[int],
 ) -> list[np.ndarray]:
-    """Each of `starts` with so many more replicas in empty slots: one int64 [rank, slot] for each of `numbers`.
+    """Add replicas to empty slots. Returns an int64 [rank, slot] for each pair of `starts` and `numbers`.
 
     load: [source_rank, expert], tokens.
     home: int [expert], home ranks.
     starts: int [rank, slot] each, the replicas so far, -1 in empty slots.
     ranks_per_node: ranks of a node; it divides the ranks.
-    numbers: of further replicas, ascending; fewer are added where slots, or experts that a node lacks, are used up.
+    numbers: numbers of replicas to add, ascending. If slots or useful replicas run out, the last placement of a start
+        has fewer, and larger numbers get no placement.
     """
     experts = load.shape[1]
     wanted = load.reshape(-1, ranks_per_node, experts).sum(1)  # [node, expert]
@@ -49,7 +50,10 @@ def _near(
     numbers: Sequence[int],
     leaving: list[tuple[int, int, float]],
 ) -> list[np.ndarray]:
-    """As `near_slots`, of one start. leaving: (node, expert, tokens) that leave with homes alone, most tokens first."""
+    """`near_slots` for one start.
+
+    leaving: (node, expert, tokens) for the tokens that leave each node without replicas, most tokens first.
+    """
     ranks, experts = len(start), load.shape[1]
     rank, slot = np.nonzero(start >= 0)
     replicated = start[rank, slot]
@@ -57,7 +61,7 @@ def _near(
     serves = (np.bincount(home, share, ranks) + np.bincount(rank, share[replicated], ranks)).tolist()
     served = set(zip((rank // ranks_per_node).tolist(), replicated.tolist(), strict=True))
     filled = start.tolist()
-    # The empty slots of each rank, the first one last, and the ranks of each node that have any.
+    # The empty slots of each rank in descending order, and the ranks of each node with empty slots.
     free = [[at for at, expert in enumerate(of_rank) if expert < 0][::-1] for of_rank in filled]
     able = [[rank for rank in range(at, at + ranks_per_node) if free[rank]] for at in range(0, ranks, ranks_per_node)]
     found: list[np.ndarray] = []

@@ -1,9 +1,9 @@
-"""Greedy placement of few replicas for a load that is known, most useful first.
+"""Greedy placement of few replicas for a known load, most useful first.
 
-Where transfers cost time, or slots are so few that even the predicted load can hardly be balanced, each replica should
-balance as much as possible. In every step the busiest rank gives its largest instance a replica on the least loaded
-rank, and the tokens of that expert are divided over its instances by water-filling, until ranks are balanced or slots
-are full.
+If transfers cost time, or if slots are so few that even the predicted load can hardly be balanced, each replica should
+balance as much as possible. Each step takes the largest instance of the busiest rank and places a replica of its expert
+on the least loaded rank. The tokens of that expert are then divided over its instances by water-filling. The steps end
+when ranks are balanced or slots are full.
 """
 
 import math
@@ -12,8 +12,8 @@ import numpy as np
 
 __all__ = ["pack_replicas"]
 
-# After this many replicas, a busiest rank that exceeds the mean by so little counts as balanced: the rest would take as
-# many replicas again.
+# After _MANY replicas, a busiest rank within the factor _BALANCED of the mean counts as balanced: the rest would take
+# as many replicas again.
 _MANY, _BALANCED = 64, 1.003
 
 
@@ -26,16 +26,16 @@ def pack_replicas(
     ranks_per_node: int,
     inside: bool = False,
 ) -> list[tuple[int, int]]:
-    """Choose replicas; returns them as (expert, rank), most useful first.
+    """Choose replicas. Returns them as (expert, rank), most useful first.
 
     totals: float [expert], tokens.
     home: int [expert], home ranks.
     ranks: number of ranks.
-    slots: maximal number of replicas on a rank.
+    slots: largest number of replicas on a rank.
     ranks_per_node: ranks of a node.
-    inside: whether replicas are only in the node of the rank that they relieve.
+    inside: whether replicas must be in the node of the rank that they relieve.
 
-    Every step depends on the one before, so this is plain Python.
+    This is plain Python, since every step depends on the one before.
     """
     load = np.bincount(home, weights=totals, minlength=ranks).tolist()
     serves: list[dict[int, float]] = [{} for _ in range(ranks)]
@@ -43,7 +43,7 @@ def pack_replicas(
         serves[rank][expert] = total
     holders = [[rank] for rank in home.tolist()]
     free, mean = [slots] * ranks, sum(load) / ranks
-    # Loads of the ranks that may still give a replica and of those that may take one; infinite for the others.
+    # Loads of the ranks that may still give a replica (-inf for others) and that may take one (inf for others).
     giving, taking = load.copy(), load.copy() if slots else [math.inf] * ranks
     copies: list[tuple[int, int]] = []
     while len(copies) < ranks * slots:
@@ -81,7 +81,10 @@ def _copy(
     ranks_per_node: int,
     inside: bool,
 ) -> tuple[int, int] | None:
-    """The largest instance on the busiest rank of which a replica can be on a rank with fewer tokens, and that rank."""
+    """The expert of the next replica and the rank for it; None if no replica relieves the busiest rank.
+
+    The expert is the one with the largest instance on rank `fullest` for which a rank with fewer tokens is open.
+    """
     first = fullest // ranks_per_node * ranks_per_node
     node = slice(first, first + ranks_per_node)
     in_node = min(taking[node])
@@ -99,7 +102,7 @@ def _copy(
                 open_to[rank] = math.inf
             near = open_to.index(min(open_to[node]), first)
             far = near if inside else open_to.index(min(open_to))
-        # A rank of the node will do if it has half as much room as the emptiest of all.
+        # A rank of the node is preferred if it has at least half as much room as the emptiest rank.
         order = (near, far) if mean - open_to[near] >= (mean - open_to[far]) / 2 else (far, near)
         for rank in order:
             if open_to[rank] < height - 1:
@@ -108,7 +111,7 @@ def _copy(
 
 
 def _water_level(total: float, heights: list[float]) -> float:
-    """Water level when `total` is poured on columns of these heights."""
+    """The water level after `total` is poured over columns of these heights."""
     level, below = float("inf"), total
     for number, height in enumerate(sorted(heights), 1):
         below += height

@@ -1,15 +1,15 @@
 """Pro-Prophet's planner (arXiv 2411.10003, Algorithm 1), a baseline: replicate experts of the most loaded device.
 
-Each step takes an expert of the most loaded device and replicates it on all devices but the n with the fewest tokens
-for it. A replica serves only the tokens of its own device, which are then not sent. The search stops when loads are
-balanced to within alpha times the mean (Eq. 7), or when the most loaded device's experts have all been used. Of all
+Each step takes an expert of the most loaded device and replicates it on all devices except the n with the fewest tokens
+for it. A replica serves only the tokens of its own device, so these tokens are not sent. The search stops when loads
+are balanced to within alpha times the mean (Eq. 7), or when the most loaded device's experts have all been used. Of all
 prefixes of the steps, the one with the least estimated time is chosen, by Eq. 6, or by Eq. 8 with a scheduler.
 
 The paper has one expert a device, leaves n to the user, and does not bound the memory of replicas. Here
 
-- a device has several experts; of those not yet used, the one with the most tokens from other devices is taken;
-- unless n is given, values from none to all but two of the devices are tried, doubling;
-- a device takes no more replicas than it has slots; without a free slot it counts among those left out;
+- a device has several experts. Of those not yet used, the one with the most tokens from other devices is taken;
+- n is searched unless it is given: 0, 1, 2, 4, ... up to the number of devices minus two;
+- a device takes no more replicas than it has slots. A device without a free slot gets no replica;
 - the home is never among the n, since it holds the expert anyway.
 """
 
@@ -39,13 +39,13 @@ def prophet_slots(
     load: [source_rank, expert], tokens.
     home: int [expert], home ranks.
     cluster: compute and link speeds.
-    slots: maximal number of replicas on a rank.
+    slots: largest number of replicas on a rank.
     shape: size of an expert; without it, the estimate is the largest load.
     excluded: n; None to search for it.
     alpha: imbalance (largest minus smallest load, over the mean) at which the search stops.
     hidden_under: seconds of forward compute outside the experts that hides transfers (Eq. 8); None for Eq. 6.
 
-    Raises ValueError for an n that leaves no device to send to, and for a negative alpha.
+    Raises ValueError for an n with which no device gets a replica, and for a negative alpha.
     """
     ranks = len(load)
     if excluded is not None and not 0 <= excluded < max(1, ranks - 1):
@@ -65,7 +65,7 @@ def _doubling(most: int) -> list[int]:
 
 @dataclass(frozen=True)
 class _Estimate:
-    """Estimated seconds T' (Eq. 6 or 8) of given loads; the largest load where sizes are not known."""
+    """The estimated seconds T' (Eq. 6 or 8) for given loads; the largest load in tokens if `shape` is None."""
 
     cluster: Cluster
     shape: ExpertShape | None
@@ -88,7 +88,7 @@ class _Estimate:
         )
 
     def _bandwidth(self) -> float:
-        """Mean over pairs of ranks, the only bandwidth of the paper's model."""
+        """The bandwidth of the paper's model: the mean over pairs of ranks, in bytes/s."""
         if self.ranks == 1:
             return 1.0  # nothing is sent
         others = [self.cluster.bandwidth(0, rank) for rank in range(1, self.ranks)]
@@ -98,7 +98,7 @@ class _Estimate:
 def _search(
     load: np.ndarray, home: np.ndarray, slots: int, excluded: int, alpha: float, estimate: _Estimate
 ) -> tuple[float, np.ndarray]:
-    """Algorithm 1 for one n: the least estimate, and the slots [rank, slot] that it belongs to."""
+    """Algorithm 1 for one n. Returns the least estimate and its slots, int [rank, slot]."""
     ranks, experts = load.shape
     total, at_home = load.sum(0), load[home, np.arange(experts)]
     computed = np.bincount(home, weights=total, minlength=ranks)
@@ -115,7 +115,7 @@ def _search(
         expert = int(candidates[(total - at_home)[candidates].argmax()])
         used[expert] = True
         others = np.array([rank for rank in range(ranks) if rank != device])
-        # The n with the fewest tokens are left out; among equals, those with higher numbers.
+        # The n devices with the fewest tokens are left out; among equals, those with higher numbers.
         most_first = others[np.argsort(-load[others, expert], kind="stable")][: max(0, ranks - 1 - excluded)]
         chosen = most_first[used_slots[most_first] < slots]
         if not chosen.size:

@@ -1,15 +1,20 @@
 """The default planner: replicas for a predicted load, as many as pay for their transfer.
 
 The true load is split exactly later (`balancing.experts.split.split`), so the placement only has to make a balanced
-split possible. Without a cost model all slots are used: spread for robustness (`balancing.experts.planners.spread`),
-or, where slots are so few that this cannot balance even the prediction, packed for the prediction
-(`balancing.experts.planners.pack`).
+split possible. Without a cost model all slots are used. Replicas are spread for robustness
+(`balancing.experts.planners.spread`). If slots are so few that spread replicas cannot balance even the prediction, they
+are packed for the prediction (`balancing.experts.planners.pack`).
 
-With a cost model (`balancing.experts.cost`) it is the candidate of least cost: no replicas, spread ones, the most
-useful of the packed ones, anywhere or inside nodes, where links cost least, and those that keep tokens in their node
-(`balancing.experts.planners.near`). Costs are estimated for all candidates at once
-(`balancing.experts.planners.estimate`). With few ranks and experts there is time for more: the best candidates are
-compared by the split, and then those with another expert in one slot.
+With a cost model (`balancing.experts.cost`), the candidate of least cost is chosen. Candidates are
+
+- no replicas,
+- spread replicas,
+- the most useful packed replicas, anywhere, and inside nodes alone, where links cost least,
+- replicas that keep tokens in their node (`balancing.experts.planners.near`).
+
+Costs are estimated for all candidates at once (`balancing.experts.planners.estimate`). With few ranks and experts there
+is time for more: the best candidates are then compared by their exact split, and so are variants of the best one with
+another expert in one slot.
 """
 
 from collections.abc import Sequence
@@ -29,9 +34,9 @@ from balancing.experts.split.split import traffic
 
 __all__ = ["QuotaPlanner"]
 
-_PRECISION = 0.01  # of costs and loads: those that differ by less are as good
-_THOROUGH = 1024  # replicas times experts up to which there is time to split the load, and for more candidates
-_LIKELY = 6  # candidates of least estimate whose costs are then counted better; a third of them with more ranks
+_PRECISION = 0.01  # costs and loads that differ by less than this fraction count as equal
+_THOROUGH = 1024  # largest slots x experts with time for exact splits and for more candidates
+_LIKELY = 6  # candidates of least estimate whose costs are then computed better; a third of it above _THOROUGH
 
 
 @dataclass(frozen=True)
@@ -40,9 +45,9 @@ class QuotaPlanner:
 
     cluster: compute and link speeds.
     home: int [expert], home ranks.
-    slots: maximal number of replicas on a rank.
+    slots: largest number of replicas on a rank.
     shape: size of an expert; None plans without a cost model.
-    window: what transfers are hidden under, for the first of the layers; later ones are not the first MoE layer.
+    window: the compute that overlaps the transfers of the first layer. Later layers use it with `first` set to False.
     """
 
     cluster: Cluster
@@ -73,7 +78,7 @@ class QuotaPlanner:
         return self.placement(self._with_free_copies(best, total, costs))
 
     def _balanced(self, counts: np.ndarray, total: np.ndarray, spread: np.ndarray) -> ReplicaPlacement:
-        """The better balanced of two placements that use all slots, `spread` where it balances the load."""
+        """`spread` if it balances the load. Otherwise the better balanced of `spread` and packed replicas."""
         plan = self.placement(spread)
         fullest = _fullest(counts, plan)
         if fullest <= (1 + _PRECISION) * counts.sum() / self.ranks:
@@ -82,15 +87,18 @@ class QuotaPlanner:
         return packed if _fullest(counts, packed) < fullest else plan
 
     def _packed(self, total: np.ndarray) -> list[np.ndarray]:
-        """The most useful 1, 2, 4, ... and all replicas that balance the load, anywhere and inside nodes alone, and the
-        former with others in all slots."""
+        """Packed candidates: the most useful 1, 2, 4, ... and all packed replicas; all of them with every other slot
+        filled; and the same 1, 2, 4, ... and all with replicas only inside nodes."""
         found = self._pack(total)
         filled = fill_slots(found[-1], total, self.home)
         return [*found, filled, *(self._pack(total, inside=True) if self.ranks > self.per_node else [])]
 
     def _near(self, counts: np.ndarray, total: np.ndarray, picks: np.ndarray) -> list[np.ndarray]:
-        """Placements that keep tokens in their node, filled from within the node: some have such replicas alone, others
-        a part of all replicas that was spread first, for balance. None on one node."""
+        """Candidates that keep tokens in their node. Empty slots are filled from within the node. [] on one node.
+
+        Some candidates have only such replicas. For balance, the others begin with a fraction of all replicas that are
+        spread.
+        """
         if self.ranks == self.per_node or self.ranks % self.per_node:
             return []
         parts = (8, 4, 2, 1) if self.thorough else (4, 2, 1)
@@ -101,7 +109,8 @@ class QuotaPlanner:
         return [fill_slots(slots, total, self.home, self.per_node) for slots in near]
 
     def _exchanged(self, slots: np.ndarray, total: np.ndarray) -> np.ndarray:
-        """All placements with another expert, or none, in one of `slots`: one of the busier half of all experts."""
+        """All placements that differ from `slots` in one slot. The slot is empty or has an expert of the busier half of
+        all experts: int [placement, rank, slot]."""
         experts = len(self.home)
         held = np.zeros((self.ranks, experts + 1), dtype=bool)  # the last column is for empty slots, -1
         held[self.home, np.arange(experts)] = True
@@ -115,9 +124,10 @@ class QuotaPlanner:
         return found
 
     def _with_free_copies(self, slots: np.ndarray, total: np.ndarray, costs: "_Costs") -> np.ndarray:
-        """`slots` with more replicas in empty ones, where any have been worth it, if these cost next to nothing.
+        """`slots` with empty slots filled, if the added replicas cost less than `_PRECISION` of the layer's time.
 
-        They stay within their node, and help where the load differs from its prediction.
+        Added replicas are copied within their node. They help if the load differs from its prediction. Nothing is added
+        if transfers are exposed or `slots` has no replicas.
         """
         if self.window.hidden_under is None or (slots < 0).all() or (slots >= 0).all():
             return slots
@@ -142,7 +152,7 @@ class QuotaPlanner:
         return [*found, slots]
 
     def placement(self, slots: np.ndarray) -> ReplicaPlacement:
-        """The placement of int [rank, slot], -1 in empty slots."""
+        """The placement with `slots`: int [rank, slot], -1 in empty slots."""
         return ReplicaPlacement(self.home, slots, "level", self.per_node, self.cluster.nics_per_node)
 
     @property
@@ -156,7 +166,7 @@ class QuotaPlanner:
 
     @cached_property
     def thorough(self) -> bool:
-        """Whether there is time for more candidates."""
+        """Whether the layer is small enough for exact splits and more candidates."""
         return self.ranks * self.slots * len(self.home) <= _THOROUGH
 
     @property
@@ -168,7 +178,7 @@ class QuotaPlanner:
 class _Costs:
     """Costs of placements, int [rank, slot] each, under the load of one layer.
 
-    planner: has the machine and what transfers hide under.
+    planner: its cluster and window are used.
     counts: int [source_rank, expert], tokens.
     shape: size of an expert.
     """
@@ -178,7 +188,8 @@ class _Costs:
         self._estimate = CostEstimate(counts, planner.home, *self._machine)
 
     def of(self, slots: Sequence[np.ndarray]) -> np.ndarray:
-        """Seconds of each: by the split where there is time, else an estimate with the transfers as they will be."""
+        """Seconds of each placement, float [placement]: exact if the planner is `thorough`, otherwise estimated with
+        exact transfer times."""
         plans = [self._planner.placement(each) for each in slots]
         if self._planner.thorough:
             return np.array([layer_cost(traffic(self._counts, plan), plan, *self._machine).total for plan in plans])
@@ -186,7 +197,7 @@ class _Costs:
         return self._estimate(np.stack(slots), np.array(copied))
 
     def cheapest(self, candidates: Sequence[np.ndarray]) -> np.ndarray:
-        """The candidate of least cost, of equal ones the first."""
+        """The candidate of least cost; among equals the first."""
         most = _LIKELY if self._planner.thorough else _LIKELY // 3
         order = np.argsort(self._estimate(np.stack(candidates)), kind="stable")
         likely = [candidates[at] for at in sorted({0, *order[:most].tolist()})]

@@ -1,13 +1,12 @@
-"""Placement of replicas that stays balanced when the load turns out different from its prediction.
+"""Placement of replicas that stays balanced when the load differs from its prediction.
 
-Replicas are placed from a predicted load, and tokens are divided from the true one. A good placement therefore does not
-balance the prediction with the fewest replicas, but lets every rank that may become overloaded shed tokens, and uses
-all slots for it. It is made in two greedy steps:
+Replicas are placed from a predicted load, but tokens are divided by the true load. A good placement therefore uses all
+slots, so that every rank that may become overloaded can pass tokens to others. It is made in two greedy steps:
 
-1. The number of replicas of each expert. The next replica goes to the expert with the largest product of the load of
-   one of its instances and the load of its home rank, both with equal shares. The first factor spreads hot experts, the
-   second makes sure that no rank is left with home experts that cannot be relieved. A part of the load is assumed to be
-   equal over experts, since an expert that is cold now may be hot when the placement is used.
+1. The number of replicas of each expert. The next replica goes to the expert with the largest product of two loads: of
+   one of its instances, and of its home rank, both with equal shares. The first factor spreads hot experts. The second
+   makes sure that the home experts of every rank can be relieved. A part of the load is assumed to be equal over
+   experts, since an expert that is cold now may be hot when the placement is used.
 2. The ranks of the replicas. Largest instance first, each on the least loaded rank: in the home's node if that rank
    stays below the mean, else anywhere, since transfers within a node are about ten times cheaper than between nodes.
 """
@@ -19,24 +18,24 @@ import numpy as np
 
 __all__ = ["fill_slots", "spread_counts", "spread_slots"]
 
-# The part of the load that is assumed to be equal over experts. With 0, experts that are cold now get no replicas; on
-# recorded loads, a placement that is ten iterations old is then imbalanced in one of ten micro-batches. From 0.5 on,
-# hot experts get too few replicas where the prediction is right.
+# The fraction of the load that is assumed to be equal over experts. With 0, experts that are cold now get no replicas;
+# on recorded loads, a placement that is ten iterations old is then imbalanced in one of ten micro-batches. From 0.5 on,
+# hot experts get too few replicas if the prediction is right.
 _EVEN_PART = 0.25
 
 
 def spread_counts(totals: np.ndarray, home: np.ndarray, ranks: int, slots: int) -> np.ndarray:
     """The expert of each successive replica, most urgent first: int64 [layer, ranks * slots].
 
-    The first n entries are the choice for n replicas; -1 where all experts have an instance on every rank.
+    The first n entries are the choice for n replicas. An entry is -1 if all experts have an instance on every rank.
 
     totals: float [layer, expert], tokens.
     home: int [expert], home ranks.
     ranks: number of ranks.
-    slots: maximal number of replicas on a rank.
+    slots: largest number of replicas on a rank.
 
-    A choice lowers the urgencies of its home rank and changes no others. The choices of each rank are therefore in the
-    order of falling urgency, are found for all ranks and layers at once, and are merged by sorting.
+    A choice lowers only the urgencies of experts of the same home rank. Choices are therefore found for all ranks and
+    layers at once, each rank's in the order of falling urgency, and are merged by sorting.
     """
     layers, experts = totals.shape
     totals = (1 - _EVEN_PART) * totals + _EVEN_PART * totals.mean(1, keepdims=True)
@@ -51,7 +50,7 @@ def spread_counts(totals: np.ndarray, home: np.ndarray, ranks: int, slots: int) 
         urgency = np.where(count < ranks, carried * left[:, :, None], -1.0)
         at = urgency.argmax(2)
         highest = urgency[layer, rank, at]
-        # Done where as many as wanted are more urgent than any choice that is left.
+        # Done when, in every layer, at least `wanted` choices are more urgent than all remaining ones.
         if len(urgencies) >= slots and ((np.stack(urgencies) > highest.max(1)[:, None]).sum((0, 2)) >= wanted).all():
             break
         picks.append(np.where(highest > 0, order[rank, at], -1))
@@ -81,10 +80,10 @@ def spread_slots(
     picks: int [replica], experts, -1 for none (a row of `spread_counts`).
     home: int [expert], home ranks.
     ranks: number of ranks.
-    slots: maximal number of replicas on a rank.
+    slots: largest number of replicas on a rank.
     ranks_per_node: ranks of a node.
 
-    Every step depends on the one before, so this is plain Python.
+    This is plain Python, since every step depends on the one before.
     """
     picked = picks[picks >= 0]
     share = totals / (1 + np.bincount(picked, minlength=len(totals)))
@@ -113,12 +112,15 @@ def spread_slots(
 def fill_slots(
     slot_expert: np.ndarray, totals: np.ndarray, home: np.ndarray, ranks_per_node: int | None = None
 ) -> np.ndarray:
-    """Fill each empty slot with the expert of most tokens per instance that its rank lacks: int64 [rank, slot].
+    """Fill empty slots. Returns int64 [rank, slot].
+
+    Each empty slot gets the expert with the most tokens per instance that is not yet on the rank.
 
     slot_expert: int [rank, slot], -1 in empty slots.
     totals: float [expert], tokens; experts without tokens are left out.
     home: int [expert], home ranks.
-    ranks_per_node: only experts with an instance in the rank's node, so that no transfer crosses nodes; None: any.
+    ranks_per_node: if given, only experts with an instance in the rank's node are used, so that no transfer crosses
+        nodes.
     """
     filled, ranks = slot_expert.copy(), len(slot_expert)
     empty = np.argwhere(slot_expert < 0).tolist()
