@@ -1,15 +1,16 @@
-"""Balanced pipeline stages: measured costs of layers, plans of stages, and the simulated step that scores them.
+"""Balanced pipeline stages: measured costs of layers, plans of stages, and a simulated step that scores the plans.
 
 stage    the ranks of one position in the pipeline
 chunk    consecutive layers of a stage; an interleaved schedule has several chunks a stage
 cost     device seconds of forward and backward of one layer and one micro-batch (`LayerSeconds`)
 load     the sum of the costs on a stage
 plan     the layers of each chunk of each stage (`StagePlan`), in the order of the model
-bounds   a plan as the first layer of each chunk along the pipeline, and the number of layers
+bounds   a plan as the first layer of each chunk along the pipeline, followed by the number of layers
 layout   a plan as the string of Megatron-LM's --pipeline-model-parallel-layout
 move     a layer that changes its stage, with weights, optimizer state and buffers
 gate     the decision whether the gain of a plan pays for its moves
-repack   the move to fewer stages; release: the ranks that leave the job then
+repack   the change to fewer stages
+release  the ranks that leave the job after a repack
 
 Six layers on two stages of one chunk: `StagePlan.from_counts(((4,), (2,)))` has chunks (((0, 1, 2, 3),), ((4, 5),)),
 bounds (0, 4, 6) and layout "Et*4|ttL". The plan ((3,), (3,)) is one move away: layer 3 goes from stage 0 to stage 1.

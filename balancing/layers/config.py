@@ -10,7 +10,7 @@ __all__ = ["LayerConfig"]
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """Raises SettingError, a ValueError, for a value out of range."""
+    """Settings of layer balancing. Raises SettingError, a ValueError, for a value out of range."""
 
     enabled: bool = setting(
         False,
@@ -66,10 +66,10 @@ class LayerConfig:
 
     @property
     def gate(self) -> GateConfig:
-        """The gate of a training run: one decision an interval, and no two moves within one."""
+        """The gate of a training run: one decision per interval, and at most one move within an interval."""
         return GateConfig(min_gain=self.min_gain, interval=self.interval)
 
     @property
     def repacks(self) -> bool:
-        """Whether the pipeline may get shorter, and ranks leave."""
+        """Whether the pipeline may get shorter, so that ranks leave."""
         return self.repack_throughput_floor is not None or self.repack_memory_limit is not None

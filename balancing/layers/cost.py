@@ -1,10 +1,11 @@
 """Costs of layers in seconds, averaged over ranks and iterations, with detection of sudden changes.
 
-Forward time alone does not show freezing, which removes the backward, and numbers of parameters show hardly any dynamic
-scheme. So forward and backward are separate, the embedding and the head count like layers, and
-costs are combined: the mean over data-parallel replicas, which process different data; the maximum over
-expert-parallel ranks, which wait for each other, with the messages they wait for; an average over iterations, since
-following the noise of single iterations costs more than it gains.
+Forward and backward are separate, because freezing removes the backward and does not change the forward. Numbers of
+parameters would hardly show any dynamic scheme. The embedding and the head count like layers.
+
+Costs are combined in three ways. Over data-parallel replicas, which process different data, the mean counts. Over
+expert-parallel ranks, which wait for each other, the maximum counts, with the messages that they wait for. Over
+iterations an average counts, since following the noise of single iterations costs more than it gains.
 
 An average that is long enough to suppress noise is too slow for a model that was just pruned or frozen. `CostAverage`
 detects such a jump and restarts.
@@ -24,7 +25,7 @@ from balancing.layers.stage_plan import StagePlan
 __all__ = ["CostAverage", "LayerSeconds", "over_ranks"]
 
 FloatArray = NDArray[np.float64]
-_ENDS = ("embedding", "head", "mtp")  # parts that no plan moves
+_ENDS = ("embedding", "head", "mtp")  # parts that are fixed to a stage
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,9 +80,9 @@ class LayerSeconds:
     ) -> tuple[FloatArray, FloatArray]:
         """`stage_seconds` of many plans at once, each [plan, stage, chunk].
 
-        bounds: [plan, chunks + 1], as `StagePlan.bounds`, of chunks along the pipeline.
+        bounds: [plan, chunks + 1], the `StagePlan.bounds` of each plan.
         stages: pipeline size.
-        behind: chunks at the end without layers, as `StagePlan.behind`.
+        behind: chunks without layers at the end, as `StagePlan.behind`.
         """
         both = []
         for each, at in ((self.forward, 0), (self.backward, 1)):
@@ -107,7 +108,7 @@ class LayerSeconds:
         transfer: ArrayLike = 0.0,
         schedule: Schedule = MEGATRONS,
     ) -> Timeline:
-        """One training step under `plan`; transfer, schedule: see `simulate_schedule`."""
+        """Simulate one training step under `plan`. transfer, schedule: as in `simulate_schedule`."""
         forward, backward = self.stage_seconds(plan)
         return simulate_schedule(forward, backward, micro_batches, transfer=transfer, schedule=schedule)
 
@@ -119,18 +120,24 @@ class LayerSeconds:
         transfer: ArrayLike = 0.0,
         schedule: Schedule = MEGATRONS,
     ) -> float:
-        """Seconds of one training step under `plan`, with weight gradients deferred as `schedule` says."""
+        """Seconds of one training step under `plan`. With `schedule.weight_share`, weight gradients are deferred.
+
+        transfer, schedule: as in `simulate_schedule`.
+        """
         if not schedule.weight_share or plan.stages == 1:
             return self.simulate(plan, micro_batches, transfer=transfer, schedule=schedule).step_time
         passes = self.split_passes(plan, schedule.weight_share)
         return simulate_fill(passes, micro_batches, transfer=transfer, schedule=schedule).step_time
 
     def split_passes(self, plan: StagePlan, weight_share: FloatArray | float) -> SplitPasses:
-        """What `simulate_fill` takes. Weight gradients of layers are deferred, a piece for each; those of the ends,
-        whose inputs are larger than all others, are not. A layer keeps activations in proportion to its forward
-        seconds, none if it has no backward.
+        """The input of `simulate_fill`. The weight gradient of each layer is one deferred piece.
 
-        weight_share: of each layer's backward that its weight gradient takes, a number or float array [layer].
+        The weight gradients of embedding, head and multi-token prediction are not deferred, since their inputs are
+        larger than all others. A layer keeps activations in proportion to its forward seconds, none if it has no
+        backward.
+
+        weight_share: fraction of each layer's backward seconds for its weight gradient, a number or float array
+            [layer].
         """
         deferred, nothing = self.backward * weight_share, np.zeros(self.layers)
         forward, backward = self.stage_seconds(plan)
@@ -154,15 +161,15 @@ def over_ranks(device: ArrayLike, wall: ArrayLike, experts: ArrayLike, *, tells_
     """Combine the measurements of several ranks that hold the same layers.
 
     device, wall: float arrays [rank, ...], device and wall-clock seconds.
-    experts: int array [rank], the expert-parallel group of each rank.
-    tells_waiting: whether device seconds leave out waits for other ranks, as a CPU's do. A GPU's contain the kernels
-        that wait.
+    experts: int array [rank], the number of each rank's expert-parallel group.
+    tells_waiting: whether device seconds exclude waits for other ranks. A CPU's do; a GPU's include the kernels that
+        wait.
 
-    Ranks of a group wait for each other in every MoE layer. The rank that comes last waits for messages only, so the
-    shortest wall-clock time of a group is that of its layer, messages included. The longest one contains the wait of
-    the rank that came first, for what others had to do before this layer. Where device seconds leave out waits, a layer
-    takes at least as long as on the slowest rank. A rank alone in its group waits for no other, and its device seconds
-    count: on a shared machine wall-clock seconds are longer.
+    Ranks of an expert-parallel group wait for each other in every MoE layer. The last rank to arrive waits only for
+    messages, so the shortest wall-clock time of the group is the time of the layer, messages included. Longer times
+    include waits for ranks that were still computing earlier layers. If device seconds exclude waits, the layer also
+    takes at least the device seconds of the slowest rank. A rank alone in its group waits for no other rank. Its device
+    seconds count, because wall-clock seconds are longer on a shared machine.
 
     Returns an array [...], the mean over groups, which are data-parallel replicas with different data. Raises
     ValueError for arrays of different numbers of ranks.
@@ -180,8 +187,8 @@ def over_ranks(device: ArrayLike, wall: ArrayLike, experts: ArrayLike, *, tells_
     return np.asarray(np.mean(of_groups, axis=0))
 
 
-# A layer is away from its average by more than so many standard deviations, and by more than this fraction of the mean
-# layer; one that is away on the same side in so many iterations in a row has jumped.
+# A cost is away from its average if the difference is more than _SIGMAS standard deviations and more than _LEAST times
+# the mean cost of a layer. A cost that is away on the same side in _CONFIRM iterations in a row has jumped.
 _SIGMAS, _LEAST, _CONFIRM = 5.0, 0.05, 3
 
 
@@ -189,14 +196,14 @@ _SIGMAS, _LEAST, _CONFIRM = 5.0, 0.05, 3
 class CostAverage:
     """An exponential average of `LayerSeconds` over iterations that restarts when the cost of a layer jumps.
 
-    window: iterations; each new one has weight 2 / (window + 1), more while there are fewer.
+    window: length in iterations. A new iteration has weight 2 / (window + 1), or more while there are fewer iterations.
     """
 
     window: int = 20
     iterations: int = field(default=0, init=False)  # since the average began
     _mean: FloatArray | None = field(default=None, init=False, repr=False)
     _variance: FloatArray | None = field(default=None, init=False, repr=False)
-    _away: FloatArray | None = field(default=None, init=False, repr=False)  # iterations in a row, signed
+    _away: FloatArray | None = field(default=None, init=False, repr=False)  # iterations in a row; the sign is the side
     _recent: list[FloatArray] = field(default_factory=list, init=False, repr=False)
     _like: LayerSeconds | None = field(default=None, init=False, repr=False)
 
@@ -205,7 +212,7 @@ class CostAverage:
             raise ValueError(f"window={self.window} must be at least 1")
 
     def add(self, cost: LayerSeconds) -> bool:
-        """Add one iteration. Returns whether it completed a jump, after which only the last `_CONFIRM` count."""
+        """Add one iteration. Returns whether it confirms a jump; then only the last `_CONFIRM` iterations count."""
         values = cost._values()
         if self._mean is None or self._like is None or self._like.layers != cost.layers:
             self._begin(cost, [values])
@@ -221,7 +228,7 @@ class CostAverage:
             return True
         self.iterations += 1
         weight = max(2.0 / (self.window + 1), 1.0 / self.iterations)
-        usual = np.abs(self._away) == 0  # an outlier must not widen what is usual
+        usual = np.abs(self._away) == 0  # outliers must not increase the variance
         self._mean = self._mean + weight * np.where(usual, off, np.clip(off, -far, far))
         self._variance = np.where(usual, (1 - weight) * (self._variance + weight * off**2), self._variance)
         self._like = cost

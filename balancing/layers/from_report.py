@@ -1,4 +1,4 @@
-"""Costs of layers and the plan in force, read from the directory that --balance-report wrote."""
+"""Costs of layers and the plan in force, read from the directory of --balance-report."""
 
 import os
 from dataclasses import dataclass, field, replace
@@ -22,10 +22,10 @@ __all__ = ["RecordedRun", "estimate_memory", "read_run"]
 class RecordedRun(Running):
     """Median costs of a run, and the layout of its last iterations.
 
-    step_seconds: measured median.
+    step_seconds: measured median of the step time.
     memory: float array [stage], the most bytes that a rank of each stage held; empty if not measured.
-    recomputes: whether layers ran forward again in their backward passes.
-    pattern: of a hybrid model.
+    recomputes: whether backward passes recomputed activations.
+    pattern: the pattern of a hybrid model; None for other models.
     """
 
     step_seconds: float = 0.0
@@ -35,12 +35,12 @@ class RecordedRun(Running):
 
 
 def read_run(report: History | str | os.PathLike[str]) -> RecordedRun:
-    """Medians over the iterations under the last layout, without warm-up, as `balancing.report` tells them.
+    """Medians over the iterations under the last layout, without warm-up iterations, from `balancing.report`.
 
-    report: what `read_history` read, or the directory of --balance-report.
+    report: the result of `read_history`, or the directory of --balance-report.
 
-    Embedding, head and multi-token prediction cost nothing if they were not timed. Raises ValueError, in one line, if
-    there is no run, or layers were not timed or are incomplete.
+    Embedding, head and multi-token prediction cost nothing if they were not timed. Raises ValueError, one line, if
+    there is no run, or if layers were not timed or are incomplete.
     """
     history = report if isinstance(report, History) else read_history(report)
     summary, directory = summarize(history), history.directory
@@ -62,7 +62,7 @@ def read_run(report: History | str | os.PathLike[str]) -> RecordedRun:
                          "layers, the embedding and the head")  # fmt: skip
     stage, chunk = costs.stage[numbered], costs.chunk[numbered]
     stages, virtual = summary.stage_count, 1 + int(chunk.max())
-    if stages * virtual > len(stage) + 3:  # embedding, prediction and head may stand alone
+    if stages * virtual > len(stage) + 3:  # embedding, multi-token prediction and head may have chunks of their own
         raise ValueError(
             f"{directory} has {len(stage)} layers in {stages} stages of {virtual} chunks, more than they fill; record "
             "the run again"
@@ -114,7 +114,7 @@ def _pattern(costs: LayerCosts) -> Pattern | None:
 
 
 def _schedule(line: dict[str, Any]) -> Schedule:
-    """The schedule that a line of the log tells of; older ones, and those of one chunk a stage, tell nothing."""
+    """The schedule of a line of the log. Lines of one chunk a stage, and of older versions, do not have it."""
     if "microbatch_group_size" not in line:
         return MEGATRONS
     in_parts = bool(line.get("overlap_moe_expert_parallel_comm"))
@@ -122,12 +122,12 @@ def _schedule(line: dict[str, Any]) -> Schedule:
 
 
 def estimate_memory(run: RecordedRun) -> LayerMemory:
-    """Estimate the memory of layers from the peaks of the stages; an upper estimate for fewer stages.
+    """Estimate the memory of layers from the peaks of the stages. For fewer stages it is an upper estimate.
 
-    Stages hold different numbers of micro-batches in flight, which separates state from activations: both are fitted by
-    least squares, equal for all layers. The excess of the first and the last stage is attributed to embedding and head.
-    If the estimate is below the peak of another stage, the state of all layers is raised to it. Memory outside of
-    layers, such as the CUDA context, is attributed to layers, so stages with more layers are overestimated.
+    State and activations, equal for all layers, are fitted by least squares. They can be told apart because stages have
+    different numbers of micro-batches in flight. The excess of the first and the last stage is attributed to embedding
+    and head. If the estimate is below the peak of another stage, the state of all layers is raised to that peak. Memory
+    outside of layers, such as the CUDA context, is attributed to layers, so stages with more layers are overestimated.
 
     Raises ValueError if no memory was recorded, as on a CPU.
     """

@@ -1,17 +1,18 @@
 """The gate: the decision whether a better plan is worth its moves, and the seconds that moves take.
 
-A move stops training while layers are transferred, and its gain is only predicted. So a plan passes if
+A move stops training while layers are transferred, and its gain is only predicted. A plan therefore passes the gate
+only if
 
-- it saves at least the fraction `min_gain` of the predicted step, by costs that are averages over an interval,
+- it saves at least the fraction `min_gain` of the predicted step, by costs averaged over an interval,
 - its gain until the horizon exceeds the cost of the move: (old - new) x horizon > migration,
 - the last move is at least `interval` iterations ago.
 
-After a move the gate watches the measured step for `watch` iterations. If it is slower than the old plan would be now,
-the gate takes the move back, and doubles the interval until a move has succeeded. The present time of the old plan is
-its measured time before the move, times the ratio of its predictions now and then, so a model that has become slower in
-the meantime does not undo the move.
+After a move the gate watches the measured step for `watch` iterations. If the step is slower than it would be under the
+old plan, the gate rolls the move back and doubles the interval until a move has succeeded. The step time of the old
+plan is its measured time before the move, times the ratio of its predictions after and before the move. So a model that
+has become slower in the meantime causes no rollback.
 
-The gate is a value: `check` and `measured` return the next gate. Ranks with equal inputs make equal decisions.
+A gate is immutable: `check` and `measured` return the next gate. Ranks with equal inputs make equal decisions.
 """
 
 from dataclasses import dataclass, field, replace
@@ -32,9 +33,9 @@ class GateConfig:
 
     min_gain: least fraction of the step that a move must save, 0 to 1.
     interval: fewest iterations between moves.
-    horizon: iterations over which the gain counts; later, costs will have changed again.
+    horizon: iterations over which the gain counts. After that, costs are assumed to have changed again.
     watch: iterations measured before and after a move, without the first one, which allocates buffers.
-    slower: fraction by which steps may be slower than the old plan's before the move is taken back.
+    slower: a move is rolled back if steps are slower than the old plan's by more than this fraction.
 
     Raises ValueError for a value out of range.
     """
@@ -55,7 +56,7 @@ class GateConfig:
 
 
 class Decision(NamedTuple):
-    """Keep the plan in force, move to `plan`, or roll back to it; reason: for the log."""
+    """Keep the plan in force, move to `plan`, or roll back to `plan`. reason: text for the log."""
 
     action: Literal["keep", "move", "rollback"]
     plan: StagePlan
@@ -66,7 +67,7 @@ class Predicted(NamedTuple):
     """Predicted seconds of a step, by present costs.
 
     now, then: under the plan in force, and under the candidate.
-    previous: under the plan before a move under watch.
+    previous: under the plan before the move under watch (`Gate.watching`).
     """
 
     now: float
@@ -78,13 +79,13 @@ class Predicted(NamedTuple):
 class Gate:
     """The state of the gate.
 
-    plan: in force.
+    plan: the plan in force.
     moved_at: iteration of the last move.
     patience: factor on the interval, doubled by each rollback.
-    steps: seconds of the last measured steps under `plan`.
-    fresh: how many of them were measured since the last check, as the costs of the next one are.
-    ratios: of these steps up to the last check, over the prediction of that check. While costs drift, a step belongs to
-        the prediction of its own time, and to no other.
+    steps: measured seconds of the latest steps under `plan`.
+    fresh: number of steps measured since the last check. The next check's prediction uses costs of the same iterations.
+    ratios: measured over predicted seconds of the steps up to the last check. Each step is compared with the prediction
+        from its own interval, because costs drift.
     previous: the plan before the move under watch, its measured seconds, and its predicted seconds at the time of the
         move; None if no move is under watch.
     """
@@ -107,7 +108,7 @@ class Gate:
 
     @property
     def watching(self) -> StagePlan | None:
-        """The plan before the move under watch, of which `check` needs the predicted seconds; None if there is none."""
+        """The plan before the move under watch; None if there is none. `check` needs its predicted seconds."""
         return self.previous[0] if self.previous else None
 
     def check(
@@ -119,10 +120,10 @@ class Gate:
         *,
         left: int | None = None,
     ) -> tuple["Gate", Decision]:
-        """Decide before `iteration`. Returns the next gate, with the plan from then on, and the decision.
+        """Decide before `iteration`. Returns the next gate, with the plan from `iteration` on, and the decision.
 
         candidate: the best plan by present costs.
-        predicted: seconds of a step, with those under `watching` if there is such a plan.
+        predicted: seconds of a step; with `previous` if `watching` is not None.
         migration: seconds that the move takes.
         left: iterations until training ends.
         """
@@ -184,12 +185,13 @@ def migration_seconds(
 ) -> float:
     """Seconds for which a move stops training; 0 if no layer moves.
 
-    current, plan: before and after the move.
-    layer_bytes: [layer] or one number, bytes that a rank holds of a layer: weights and optimizer state.
-    bandwidth: bytes/s that a rank sends, and receives, at a time.
-    fixed: seconds that every move takes besides, to plan and to rebuild buffers and optimizer.
+    current, plan: plans before and after the move.
+    layer_bytes: [layer] or one number, bytes of a layer on a rank: weights and optimizer state.
+    bandwidth: bytes/s that a rank sends, and at the same time receives.
+    fixed: additional seconds of every move, to plan and to rebuild buffers and optimizer.
 
-    The busiest rank, in its busier direction, sets the time. Raises ValueError for a bandwidth that is not above 0.
+    The busiest rank, in its busier direction, determines the time. Raises ValueError for a bandwidth that is not
+    above 0.
     """
     if not bandwidth > 0:
         raise ValueError(f"bandwidth is {bandwidth}; it must be above 0 bytes/s")

@@ -1,8 +1,8 @@
 """Conversion between plans and strings of Megatron's --pipeline-model-parallel-layout.
 
-The string lists the virtual stages along the pipeline, separated by |: E is the embedding, t a transformer layer, m a
-multi-token-prediction layer, L the head with the loss. x*n repeats a letter or |, (...)*n a part that has no
-parentheses inside; commas are ignored. "Et*3|(tt|)*2t,L" is four stages of 3, 2, 2 and 1 layers.
+The string lists the virtual stages along the pipeline, separated by |. E is the embedding, t a transformer layer, m a
+multi-token-prediction layer, L the head with the loss. x*n repeats a letter or |. (...)*n repeats a part without inner
+parentheses. Commas are ignored. "Et*3|(tt|)*2t,L" is four stages of 3, 2, 2 and 1 layers.
 """
 
 import re
@@ -15,7 +15,10 @@ __all__ = ["from_layout", "to_layout"]
 
 
 def to_layout(plan: StagePlan, *, mtp_layers: int = 0) -> str:
-    """The layout string of `plan`. mtp_layers: multi-token-prediction layers, if not those of `plan`."""
+    """The layout string of `plan`. mtp_layers: multi-token-prediction layers; 0 takes those of `plan`.
+
+    Raises ValueError if mtp_layers is negative.
+    """
     if mtp_layers < 0:
         raise ValueError(f"mtp_layers={mtp_layers} must be at least 0")
     runs = ["t" * len(chunk) if len(chunk) < 4 else f"t*{len(chunk)}" for chunk in plan.order]
@@ -33,11 +36,12 @@ def to_layout(plan: StagePlan, *, mtp_layers: int = 0) -> str:
 def from_layout(layout: str, stages: int, *, layers: int | None = None) -> StagePlan:
     """The plan of a layout string.
 
-    stages: pipeline size. layers: transformer layers of the model; None to take the number in the string.
+    stages: pipeline size.
+    layers: transformer layers of the model; None to take the number in the string.
 
-    Raises ValueError for another character than the above, a repetition that cannot be read, a number of virtual
-    stages that `stages` does not divide, E or L missing, repeated or out of place, t after m, m on several virtual
-    stages, and a string that drops or adds layers.
+    Raises ValueError for an unknown character, a repetition that cannot be read, a number of virtual stages that is no
+    multiple of `stages`, E or L missing, repeated or out of place, t after m, m on several virtual stages, and another
+    number of layers than `layers`.
     """
     if stages < 1:
         raise ValueError(f"stages={stages} must be at least 1")
@@ -69,7 +73,7 @@ def from_layout(layout: str, stages: int, *, layers: int | None = None) -> Stage
 
 
 def _unrolled(layout: str) -> str:
-    """The string with repetitions expanded: only letters and |."""
+    """The string with repetitions expanded. It has only letters and |."""
     text = layout.replace(",", "").replace(" ", "")
     text = re.sub(r"\(([^()]*)\)\*(\d+)", lambda part: part[1] * int(part[2]), _guarded(text, layout))
     text = re.sub(r"([EtmL|])\*(\d+)", lambda part: part[1] * int(part[2]), text)
@@ -79,7 +83,7 @@ def _unrolled(layout: str) -> str:
 
 
 def _guarded(text: str, layout: str) -> str:
-    """`text`, if no repetition in it expands to more layers than any model has."""
+    """`text`. Raises ValueError for a repetition of more than 10,000 times, more layers than any model has."""
     most = 1
     for number in re.findall(r"\*(\d+)", text):
         most = max(most, int(number))

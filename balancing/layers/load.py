@@ -1,8 +1,8 @@
 """Costs of layers in one iteration, from the measurements of all ranks.
 
-A rank measures the layers that it holds, in device seconds of each pass. Combined over all ranks this is the cost of
-the whole model, in any layout, so costs from before and after a move can be averaged. Memory is measured only per
-stage; activations are what remains of it after the known weights, gradients and optimizer state.
+A rank measures the device seconds of each pass of its layers. Combined over all ranks, this is the cost of the whole
+model for any layout, so costs from before and after a move can be averaged. Memory is measured only per stage. Its
+activations are the measured memory minus the known weights, gradients and optimizer state.
 """
 
 from collections.abc import Sequence
@@ -26,17 +26,19 @@ FloatArray = NDArray[np.float64]
 def layer_seconds(record: RankRecord, layers: int, *, in_turn: bool = False) -> FloatArray:
     """Seconds per micro-batch of each part of the model on one rank in one iteration.
 
-    in_turn: whether passes run in turn with those of another micro-batch, whose time a pass's wall-clock time contains.
-        Messages then run beside the other's computation, and cost what of them is exposed.
+    in_turn: whether the passes of two micro-batches alternate layer part by layer part. The wall-clock time of a pass
+        then contains time of the other pass. Messages overlap with the other pass, so only their exposed part counts.
 
-    Returns a float array [layers + 3, 2, 2]: the layers, the embedding, the head and multi-token prediction; forward,
-    and backward with recomputation; device seconds, and wall-clock seconds (with `in_turn`, device seconds and exposed
-    messages). nan for parts that the rank does not hold. A pass may have several spans, one after the other among those
-    of its part.
+    Returns a float array [layers + 3, 2, 2].
+    Axis 0: the layers, the embedding, the head and multi-token prediction; nan for parts that the rank does not hold.
+    Axis 1: forward, and backward with recomputation.
+    Axis 2: device seconds, and wall-clock seconds (with `in_turn`, device seconds plus exposed messages).
+
+    A pass may have several spans, which follow each other among the spans of its part.
     """
     seconds = np.zeros((layers + 3, 2, 2))
     passes = np.zeros(layers + 3)
-    latest: dict[int | str, int] = {}  # part -> micro-batch of its last forward pass
+    latest: dict[int | str, int] = {}  # part -> micro-batch of its latest forward pass
     row = {"embedding": layers, "head": layers + 1, "mtp": layers + 2} | {number: number for number in range(layers)}
     for span in record.spans:
         if span.layer in row and span.kind in ("forward", "backward", "recompute"):
@@ -56,11 +58,12 @@ def join_ranks(
 ) -> list[LayerSeconds]:
     """The cost of the whole model in each of several iterations.
 
-    seconds: for each rank an array [iteration, layers + 3, 2, 2] from `layer_seconds`.
+    seconds: for each rank an array [iteration, layers + 3, 2, 2] of `layer_seconds`.
     experts: for each rank the number of its expert-parallel group.
-    tells_waiting: whether device seconds leave out waits for other ranks, as in `over_ranks`.
+    tells_waiting: whether device seconds exclude waits for other ranks, as in `over_ranks`.
 
-    Raises ValueError if a part of the model was measured on no rank; one without multi-token prediction has none.
+    Raises ValueError if a part of the model was measured on no rank. Multi-token prediction may be absent; it then
+    costs 0.
     """
     measured, group = np.stack(seconds), np.asarray(experts)
     whole = np.empty(measured.shape[1:4])
@@ -84,15 +87,15 @@ def fit_activations(
     micro_batches: int | None = None,
     schedule: Schedule = MEGATRONS,
 ) -> LayerMemory:
-    """Add to `resting`, which has no activations, those that explain the measured peaks of the stages.
+    """Estimate activations from the measured peaks of the stages. Returns `resting` with these activations.
 
-    resting: weights, gradients and optimizer state.
+    resting: weights, gradients and optimizer state, without activations.
     peaks: float array [stage], the most bytes that a rank of each stage held under `plan`.
-    plan: in force when the peaks were measured.
+    plan: the plan in force when the peaks were measured.
     micro_batches, schedule: as in `in_flight`.
 
-    All layers are assumed to have equal activations, of the largest size that a stage implies, so that no stage is
-    underestimated.
+    All layers are assumed to have equal activations. Their size is the largest that the peak of any stage implies, so
+    that no stage is underestimated.
     """
     ones = LayerMemory(np.zeros(plan.layers), activation=1.0)
     layers_in_flight = stage_memory(plan, ones, micro_batches, schedule)

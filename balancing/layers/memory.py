@@ -1,9 +1,9 @@
 """Memory of stages: the state of their layers, buffers, and the activations of every micro-batch in flight.
 
-A plan must fit the devices, however even it is. In 1F1B, early stages hold more micro-batches than late ones (stage s
-of P holds P - s), so the same layers need more memory there, and a partition that ignores this runs out of memory on
-stage 0. With several chunks a stage, the numbers of micro-batches in flight of the chunks peak at different times, so
-the peak is taken over all moments of the schedule.
+A plan must fit the devices, even if it balances seconds. In 1F1B, early stages hold more micro-batches than late ones
+(stage s of P holds P - s), so the same layers need more memory there. A partition that ignores this runs out of memory
+on stage 0. With several chunks a stage, the chunks have their most micro-batches in flight at different times, so the
+peak is taken over all points in time of the schedule.
 """
 
 from dataclasses import dataclass, replace
@@ -29,9 +29,9 @@ class LayerMemory:
         0 for a frozen layer.
     embedding, head: static bytes of the parts that are fixed to the first and the last stage.
     mtp: static bytes of multi-token prediction, which is fixed to its stage.
-    embedding_activation, head_activation: bytes that one micro-batch keeps of these.
-    buffers: bytes that every rank holds whichever layers it has, such as slots for replicas that all layers share, and
-        keys and values that arrive from other ranks.
+    embedding_activation, head_activation: bytes that one micro-batch keeps of embedding and head until its backward.
+    buffers: bytes that every rank holds with any layers, such as shared slots of expert replicas, and keys and values
+        received from other ranks.
 
     Raises ValueError for bytes that are negative or not finite, and arrays of different lengths.
     """
@@ -73,15 +73,15 @@ def in_flight(
     micro_batches: int | None = None,
     schedule: Schedule = MEGATRONS,
 ) -> NDArray[np.int64]:
-    """Numbers of micro-batches in flight of each chunk, at the moments when a stage may hold the most.
+    """Numbers of micro-batches in flight of each chunk, at the points in time when a stage may hold the most bytes.
 
     stages, virtual: pipeline size, and chunks a stage.
-    micro_batches: of a step; None if there are enough to fill the pipeline.
-    schedule: with several chunks. A larger group keeps the activations of more micro-batches.
+    micro_batches: number of micro-batches of a step; None if there are enough to fill the pipeline.
+    schedule: the schedule if there are several chunks. A larger group keeps the activations of more micro-batches.
 
-    Returns an int array [stage, moment, chunk]. It contains only moments that can be the fullest for some sizes of
-    activations; stages with fewer of them repeat the last one. With deferred weight gradients (`weight_share`) every
-    stage may hold as many as the first, which holds the most without.
+    Returns an int array [stage, moment, chunk]. It contains only moments that can have the most bytes for some sizes of
+    activations. Stages with fewer such moments repeat the last one. With deferred weight gradients (`weight_share`),
+    every stage may hold as many micro-batches as the first stage, which holds the most without them.
     """
     if schedule.weight_share:
         first = in_flight(stages, virtual, micro_batches, replace(schedule, weight_share=0.0))[:1]
@@ -106,8 +106,10 @@ def in_flight(
 
 
 def _extreme(held: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The rows of `held` [moment, chunk] that can be the fullest: not those inside a straight run, whose ends bound
-    them, nor those that another row exceeds in every chunk."""
+    """The rows of `held` [moment, chunk] that can have the most bytes for some sizes of activations.
+
+    Left out are rows between the ends of a straight run, and rows that another row equals or exceeds in every chunk.
+    """
     step = np.diff(held, axis=0)
     turns = np.concatenate([[True], (step[1:] != step[:-1]).any(1), [True]]) if len(held) > 1 else np.array([True])
     rows = np.unique(held[turns], axis=0)
@@ -121,8 +123,11 @@ def stage_memory(
     micro_batches: int | None = None,
     schedule: Schedule = MEGATRONS,
 ) -> FloatArray:
-    """Float array [stage]: the peak bytes of a rank of each stage under `plan`; the rest as in `in_flight`. With
-    deferred weight gradients every stage may keep as many activations as the fullest one."""
+    """Float array [stage]: the peak bytes of a rank of each stage under `plan`.
+
+    micro_batches, schedule: as in `in_flight`. With deferred weight gradients, every stage may keep as many bytes of
+    activations as the stage with the most.
+    """
     resting, kept = np.zeros(plan.stages), np.zeros(plan.stages)
     moments = in_flight(plan.stages, plan.virtual, micro_batches, schedule)
     for stage, chunks in enumerate(plan.chunks):

@@ -1,7 +1,7 @@
 """The pattern of a hybrid model, Megatron-LM's --hybrid-layer-pattern: a symbol for the kind of each layer.
 
-| separates pipeline segments, of which each stage has one, or several in an interleaved pipeline. What follows a / are
-the layers of multi-token prediction, once for each depth: "M-M-|M*ME/*E" is two segments of four layers and one depth.
+| separates pipeline segments. A stage has one segment, or several in an interleaved pipeline. After each / come the
+layers of one depth of multi-token prediction. "M-M-|M*ME/*E" is two segments of four layers, and one depth.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from balancing.layers.stage_plan import StagePlan
 
 __all__ = ["KINDS", "Pattern", "read_pattern"]
 
-# Symbol -> kind of layer, by name.
+# Symbol -> name of the kind of layer.
 KINDS = {
     "M": "Mamba",
     "G": "gated delta net",
@@ -27,12 +27,12 @@ _ATTENTION = "*+D"
 
 @dataclass(frozen=True)
 class Pattern:
-    """A pattern that was read.
+    """A parsed pattern.
 
-    symbols: one for each layer.
-    segments: layers of each pipeline segment; of one segment, its layers are spread evenly over the stages.
+    symbols: one symbol for each layer.
+    segments: number of layers of each pipeline segment. The layers of a single segment are spread evenly over stages.
     prediction: symbols of the layers of one depth of multi-token prediction.
-    depths: of multi-token prediction.
+    depths: number of depths of multi-token prediction.
     """
 
     symbols: str
@@ -57,7 +57,7 @@ class Pattern:
 
     @classmethod
     def of_kinds(cls, kinds: Sequence[str]) -> "Pattern | None":
-        """The pattern of layers of these kinds, without segments; None if there is another kind among them."""
+        """The pattern of layers of these kinds, as one segment; None if a kind is not in `KINDS`."""
         symbols = {kind: symbol for symbol, kind in KINDS.items()}
         if not all(kind in symbols for kind in kinds):
             return None
@@ -67,16 +67,16 @@ class Pattern:
         return tuple(number for number, symbol in enumerate(self.symbols) if symbol in symbols)
 
     def has(self, symbol: str) -> bool:
-        """Whether a layer of the model or of prediction is of this kind."""
+        """Whether a layer of the model or of multi-token prediction is of this kind."""
         return symbol in self.symbols + self.prediction
 
     def plan(self, stages: int, *, first: int | None = None, last: int | None = None) -> StagePlan:
-        """The layers of each stage as Megatron-LM places them.
+        """The layers of each stage, as Megatron-LM places them.
 
-        first, last: layers of the first and the last stage, of a pattern without segments; None if they have as many as
-            the others.
+        first, last: number of layers of the first and the last stage if the pattern has one segment; None if they have
+            as many as the others.
 
-        Raises ValueError if segments or layers do not divide by the stages.
+        Raises ValueError if the number of segments or layers is no multiple of the stages.
         """
         segments = self.segments
         if len(segments) == 1 and stages > 1:
@@ -89,7 +89,7 @@ class Pattern:
         return replace(StagePlan.from_bounds((0, *accumulate(segments)), stages), mtp_layers=self.depths)
 
     def _spread(self, stages: int, first: int | None, last: int | None) -> tuple[int, ...]:
-        """Layers of each stage, of a pattern without segments."""
+        """Number of layers of each stage, for a pattern of one segment."""
         inner = stages - sum(end is not None for end in (first, last))
         left = len(self.symbols) - (first or 0) - (last or 0)
         if left < 0 or (left % inner if inner else left):
@@ -104,7 +104,7 @@ class Pattern:
         return tuple(sizes)
 
     def text(self, plan: StagePlan | None = None) -> str:
-        """The pattern as a string, with the segments of `plan` if it is given."""
+        """The pattern as a string, with the segments of `plan` if a plan is given."""
         segments = self.segments if plan is None else [len(chunk) for chunk in plan.order]
         bounds = (0, *accumulate(segments))
         parts = [self.symbols[start : start + size] for start, size in zip(bounds, segments, strict=False)]
@@ -112,7 +112,7 @@ class Pattern:
 
 
 def read_pattern(text: str) -> Pattern:
-    """Read a pattern. Raises ValueError, in one line, for one that Megatron-LM does not know."""
+    """Parse a pattern. Raises ValueError, one line, for a pattern that Megatron-LM does not accept."""
     main, *predictions = text.split("/")
     if odd := sorted({*text} - {*KINDS, "|", "/"}):
         known = ", ".join(f"{symbol} ({kind})" for symbol, kind in KINDS.items())

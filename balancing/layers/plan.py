@@ -1,8 +1,10 @@
-"""`plan_stages`, and `plan_partition` for `LayerSeconds`: one function for all planners of layers. `plan_pipeline`: the
-one whose simulated step is shortest.
+"""Plans of pipeline stages: the assignment of layers to stages by their costs.
 
-The stages of a dynamic model (DynMo, arXiv 2505.14864) become uneven, and even a static model has an embedding and a
-head that cost as much as layers. A plan assigns layers to stages by their present costs.
+`plan_stages` takes one cost per layer, and `plan_partition` takes `LayerSeconds`. Both call the planner that `method`
+names. `plan_pipeline` searches for the plan with the shortest simulated step.
+
+The stages of a dynamic model (DynMo, arXiv 2505.14864) become uneven. Even a static model has an embedding and a head
+that cost as much as layers.
 """
 
 from collections.abc import Callable
@@ -35,7 +37,7 @@ Method = Literal["uniform", "optimal", "diffusion"]
 METHODS: tuple[Method, ...] = get_args(Method)
 # Methods for stages of one chunk only.
 ONE_CHUNK: tuple[Method, ...] = ("diffusion",)
-_GROUPS = 4  # groups of micro-batches of the steps that a search simulates: more of them take longer, and tell no more
+_GROUPS = 4  # a search simulates steps of this many micro-batch groups; more take longer and rank plans no better
 
 
 @dataclass(frozen=True)
@@ -43,9 +45,9 @@ class Pipeline:
     """A pipeline to plan for.
 
     stages: pipeline size.
-    micro_batches: of a step; None if there are enough to fill the pipeline.
+    micro_batches: number of micro-batches of a step; None if there are enough to fill the pipeline.
     virtual: chunks a stage.
-    schedule: of several chunks a stage.
+    schedule: the schedule if there are several chunks a stage.
     """
 
     stages: int
@@ -71,11 +73,11 @@ def plan_stages(
 
     cost: float array [layer], seconds of forward + backward per micro-batch, or numbers of parameters.
     stages: pipeline size.
-    embedding, head: the cost of the parts that are fixed to the first and the last stage.
+    embedding, head: cost of the parts that are fixed to the first and the last stage.
     virtual: chunks a stage.
-    The rest, and errors, as in `plan_partition`, with enough micro-batches to fill the pipeline.
+    The other parameters are those of `plan_partition`, with enough micro-batches to fill the pipeline.
 
-    Raises ValueError for costs that are negative or not finite, too.
+    Raises ValueError like `plan_partition`, and for costs that are negative or not finite.
     """
     seconds = _seconds_of(cost, embedding=embedding, head=head)
     whole = LayerSeconds(seconds, np.zeros(len(seconds)), (float(embedding), 0.0), (float(head), 0.0))
@@ -97,19 +99,20 @@ def plan_partition(
 ) -> StagePlan:
     """Divide layers among the stages of a pipeline, in order, by forward plus backward seconds.
 
-    cost: of the layers. Multi-token prediction stays where `current` has it, or is on the last stage.
-    pipeline: its micro-batches and schedule are for activations in flight.
+    cost: seconds of the layers. Multi-token prediction stays on its chunk of `current`; without `current` it is on the
+        last stage.
+    pipeline: its micro-batches and schedule determine the activations in flight.
     memory: bytes of each layer, as a LayerMemory or as an array [layer] of static bytes.
     memory_limit: bytes a rank may use, one number or one per stage; a hard limit.
-    current: the plan in force. Of equally good plans the one that moves the fewest bytes from it is taken (the fewest
-        layers, without memory), and "diffusion" starts from it, or from equal numbers without it.
+    current: the plan in force. Of equally good plans, the one that moves the fewest bytes from `current` is taken (the
+        fewest layers, if `memory` is None). "diffusion" starts from `current`, or from equal numbers of layers.
     method: "optimal" minimizes the time of the slowest stage, exactly if virtual is 1; "diffusion" exchanges boundary
-        layers between neighbours (`balancing.layers.planners.diffusion`); "uniform" gives equal numbers. Only "optimal"
-        and "diffusion" search for a plan that fits the memory.
+        layers between neighbours (`balancing.layers.planners.diffusion`); "uniform" gives equal numbers of layers. Only
+        "optimal" and "diffusion" search for a plan that fits the memory.
     min_layers: fewest layers of a chunk; 0 allows a stage with only the embedding or the head.
 
-    Raises ValueError for sizes below 1, fewer layers than chunks, a method that cannot plan several chunks a stage, and
-    a memory limit that the plan does not meet, with the bytes it is short of.
+    Raises ValueError for sizes below 1, fewer layers than chunks, and a method that cannot plan several chunks a stage.
+    Raises it for a memory limit that the plan exceeds; the message has the missing bytes.
     """
     seconds, stages, virtual = cost.total, pipeline.stages, pipeline.virtual
     micro_batches, schedule = pipeline.micro_batches, pipeline.schedule
@@ -143,7 +146,7 @@ def plan_partition(
                 f"the {method} plan does not fit memory_limit {problem.limit[stage]:,.0f} bytes: stage {stage} needs "
                 f"{over:,.0f} bytes more; use method 'optimal', which keeps to the limit where that is possible"
             )
-        # Sums in another order may differ in the last digit.
+        # The planner sums bytes in another order, so the last digit may differ.
         assert over <= 1e-9 * problem.limit.max(), f"the plan is {over} bytes over the limit"
     return plan
 
@@ -151,7 +154,7 @@ def plan_partition(
 def uniform_bounds(layers: int, chunks: int) -> list[int]:
     """Boundaries [chunks + 1] of chunks with equal numbers of layers.
 
-    If the numbers do not divide, which Megatron refuses, the first chunks have one layer more.
+    If `layers` is no multiple of `chunks`, which Megatron refuses, the first chunks have one layer more.
     """
     size, more = divmod(layers, chunks)
     return [chunk * size + min(chunk, more) for chunk in range(chunks + 1)]
@@ -166,14 +169,16 @@ def plan_pipeline(
     current: StagePlan | None = None,
     min_layers: int = 1,
 ) -> StagePlan:
-    """Divide layers among pipeline stages so that the simulated step is short, messages not counted.
+    """Divide layers among pipeline stages so that the simulated step, without messages, is short.
+
+    The "optimal" plan of `plan_partition` is refined by simulated steps (`refine_plan`). The search also starts from
+    `current`.
 
     cost: seconds of the layers.
-    pipeline: with its number of micro-batches.
-    The rest as in `plan_partition`, whose "optimal" plan is refined by simulated steps (`refine_plan`), which the plan
-    in force starts, too.
+    pipeline: its `micro_batches` must not be None.
+    The other parameters are those of `plan_partition`.
 
-    Raises ValueError as `plan_partition` does, and for a schedule that Megatron refuses.
+    Raises ValueError like `plan_partition`, and for a schedule that Megatron refuses.
     """
     stages, micro_batches, schedule = pipeline.stages, pipeline.micro_batches, pipeline.schedule
     assert micro_batches is not None
@@ -195,7 +200,7 @@ def plan_pipeline(
 
 
 def _seconds_of(cost: ArrayLike, **ends: float) -> np.ndarray:
-    """`cost`, checked, as the parts at the `ends` are."""
+    """`cost` as a float array [layer]. Raises ValueError if `cost` or one of `ends` is negative or not finite."""
     seconds = np.asarray(cost, dtype=float)
     if seconds.ndim != 1 or not len(seconds):
         raise ValueError(f"cost has shape {seconds.shape}; give one number a layer")
@@ -206,7 +211,7 @@ def _seconds_of(cost: ArrayLike, **ends: float) -> np.ndarray:
 
 
 def _behind(layers: int, pipeline: Pipeline, current: StagePlan | None, method: str, min_layers: int) -> int:
-    """Chunks at the end without layers, in a pipeline that so many layers fill; its sizes are checked."""
+    """Check the sizes. Returns the number of chunks without layers at the end (`StagePlan.behind`)."""
     stages, virtual, micro_batches = pipeline.stages, pipeline.virtual, pipeline.micro_batches
     for name, size, least in (("stages", stages, 1), ("virtual", virtual, 1), ("min_layers", min_layers, 0),
                               ("micro_batches", 1 if micro_batches is None else micro_batches, 1)):  # fmt: skip
@@ -237,7 +242,7 @@ def _behind(layers: int, pipeline: Pipeline, current: StagePlan | None, method: 
 def _memory_of(
     layers: int, stages: int, memory: LayerMemory | ArrayLike | None, memory_limit: ArrayLike | None
 ) -> tuple[LayerMemory | None, np.ndarray | None]:
-    """Bytes of layers, and of each stage [stage], checked; None each if not given."""
+    """Check memory and limit. Returns the bytes of layers and the limit [stage]; each is None if not given."""
     bytes_of = None if memory is None else as_memory(memory)
     if bytes_of is not None and len(bytes_of.static) != layers:
         raise ValueError(f"memory is of {len(bytes_of.static)} layers, cost of {layers}")

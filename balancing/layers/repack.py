@@ -1,9 +1,9 @@
 """Fewer stages: throughput and GPU-hours of shorter pipelines, the choice among them, and the ranks they release.
 
-A model that was pruned or frozen may no longer need all its ranks. DynMo merges stages first-fit while they fit one
-device's memory and does not partition again, so one stage ends with most of the layers. Here every size gets its best
-partition within the memory and a simulated step, and a rule that the user sets trades throughput for GPU-hours.
-Schedulers take back whole nodes only, so sizes that free a node come first.
+A pruned or frozen model may not need all its ranks. DynMo merges stages first-fit while they fit one device's memory
+and does not partition again, so one stage ends with most of the layers. Here every pipeline size gets its best
+partition within the memory and a simulated step. The user's throughput floor limits the throughput given up for
+GPU-hours. Cluster schedulers take back only whole nodes, so sizes that free a node are preferred.
 """
 
 from collections.abc import Iterable
@@ -23,14 +23,14 @@ __all__ = ["Release", "Repack", "Running", "choose_repack", "release_of", "repac
 
 @dataclass(frozen=True)
 class Running:
-    """A pipeline that runs.
+    """A running pipeline.
 
     cost: seconds of the layers.
-    plan: in force.
-    micro_batches: of a step and pipeline.
+    plan: the plan in force.
+    micro_batches: number of micro-batches of a step, per pipeline.
     ranks_per_stage: data x tensor x context parallel size.
-    ranks_per_node: stages fill nodes in order; None if nodes do not matter.
-    schedule: of several chunks a stage.
+    ranks_per_node: ranks of a node; stages fill nodes in order. None if nodes do not matter.
+    schedule: the schedule if there are several chunks a stage.
     """
 
     cost: LayerSeconds
@@ -45,11 +45,11 @@ class Running:
 class Repack:
     """One pipeline size.
 
-    plan: its best partition; None if no partition fits, for the given `reason`.
-    step_seconds: simulated.
-    throughput: ratio to the plan in force.
-    gpu_time: GPU-seconds of a step, ratio to the plan in force.
-    freed_ranks, freed_nodes: numbers that are released.
+    plan: the best partition; None if no partition fits. `reason` then says why.
+    step_seconds: simulated seconds of a step.
+    throughput: ratio to the throughput of the plan in force.
+    gpu_time: GPU-seconds of a step, as a ratio to those of the plan in force.
+    freed_ranks, freed_nodes: numbers of ranks and whole nodes that are released.
     """
 
     stages: int
@@ -70,9 +70,9 @@ def repack_options(
     min_stages: int = 1,
     transfer: float = 0.0,
 ) -> list[Repack]:
-    """Every pipeline size from that of `run` down to `min_stages`, largest first, with as many micro-batches.
+    """Every pipeline size from that of `run` down to `min_stages`, largest first, with the same micro-batches.
 
-    run: a shorter pipeline has groups of as many micro-batches as stages.
+    run: the running pipeline. In the schedule of a shorter pipeline, a group has as many micro-batches as stages.
     memory, memory_limit: as in `plan_partition`.
     transfer: seconds of a message between stages.
 
@@ -114,7 +114,7 @@ def _nodes(ranks: int, per_node: int) -> int:
 def choose_repack(options: Iterable[Repack], throughput_floor: float) -> Repack | None:
     """The size with the fewest GPU-hours that keeps at least `throughput_floor` of the throughput of the plan in force.
 
-    Sizes that free a whole node come first, since a scheduler takes back nothing less.
+    Sizes that free a whole node are preferred, since cluster schedulers take back only whole nodes.
 
     Returns None if no smaller size qualifies. Raises ValueError for a floor that is not above 0.
     """
@@ -129,9 +129,9 @@ def choose_repack(options: Iterable[Repack], throughput_floor: float) -> Repack 
 class Release:
     """The ranks that leave a job when its pipeline gets shorter.
 
-    stages: number that remains.
-    ranks: those that leave.
-    nodes: those all of whose ranks leave, by their number in the job.
+    stages: number of stages that remain.
+    ranks: the ranks that leave.
+    nodes: numbers, within the job, of the nodes whose ranks all leave.
     nodes_left: number of nodes that keep a rank.
     """
 
@@ -149,10 +149,11 @@ class Release:
 def release_of(world_size: int, stages_before: int, stages: int, ranks_per_node: int) -> Release:
     """The ranks that leave when a pipeline of `stages_before` stages shrinks to `stages`.
 
-    world_size, ranks_per_node: of the job.
+    world_size, ranks_per_node: sizes of the job before.
 
-    Ranks are numbered stage after stage and node after node, so the last stages are the last ranks and free whole
-    nodes, and ranks that stay keep their numbers. Raises ValueError if no rank would leave, or none stay.
+    Ranks are numbered stage after stage and node after node. The ranks of the last stages therefore free whole nodes,
+    and the ranks that stay keep their numbers. Raises ValueError unless 1 <= stages < stages_before, and if the ranks
+    do not form equal stages.
     """
     if not 1 <= stages < stages_before:
         raise ValueError(f"there is nothing to release: {stages} stages of {stages_before} are to be left")

@@ -16,13 +16,13 @@ __all__ = ["StagePlan"]
 class StagePlan:
     """The layers of every stage.
 
-    chunks: by stage and virtual stage, global layer numbers from 0, ascending.
-    method: the planner that made it.
-    mtp_layers: layers of multi-token prediction, which come after all others.
-    mtp_chunk: the chunk that has these, counted along the pipeline; None for the last one.
+    chunks: [stage][chunk] -> global layer numbers from 0, ascending.
+    method: the planner that made the plan.
+    mtp_layers: number of multi-token-prediction layers, which come after all others.
+    mtp_chunk: the chunk of the multi-token-prediction layers, counted along the pipeline; None for the last chunk.
 
-    Raises ValueError unless the chunks, read along the pipeline, are 0, 1, 2, ... without gaps, all stages have the
-    same number of chunks, and no layer comes after those of multi-token prediction.
+    Raises ValueError unless the layers along the pipeline are 0, 1, 2, ... without gaps, all stages have the same
+    number of chunks, and no layer comes after multi-token prediction.
     """
 
     chunks: tuple[tuple[tuple[int, ...], ...], ...]
@@ -44,7 +44,7 @@ class StagePlan:
 
     @classmethod
     def from_counts(cls, counts: tuple[tuple[int, ...], ...]) -> "StagePlan":
-        """The plan with so many layers in each chunk, by stage and virtual stage."""
+        """The plan with counts[stage][chunk] layers in each chunk."""
         stages, virtual = len(counts), len(counts[0])
         chunks: list[list[tuple[int, ...]]] = [[] for _ in range(stages)]
         first = 0
@@ -56,45 +56,45 @@ class StagePlan:
 
     @classmethod
     def from_bounds(cls, bounds: Sequence[int], stages: int, method: str = "given") -> "StagePlan":
-        """The plan whose chunks, along the pipeline, begin at `bounds`; the last bound is the number of layers."""
+        """The plan whose chunks, along the pipeline, begin at `bounds`. The last bound is the number of layers."""
         order = [tuple(range(first, last)) for first, last in pairwise(bounds)]
         return cls(tuple(tuple(order[stage::stages]) for stage in range(stages)), method)
 
     @property
     def stages(self) -> int:
-        """Pipeline stages."""
+        """Number of pipeline stages."""
         return len(self.chunks)
 
     @property
     def virtual(self) -> int:
-        """Chunks a stage."""
+        """Number of chunks of a stage."""
         return len(self.chunks[0])
 
     @property
     def behind(self) -> int:
-        """Chunks at the end of the pipeline that have no layers, because multi-token prediction is on one before."""
+        """Number of chunks after that of multi-token prediction, at the end of the pipeline. They have no layers."""
         if not self.mtp_layers or self.mtp_chunk is None:
             return 0
         return self.stages * self.virtual - 1 - self.mtp_chunk
 
     @property
     def layers(self) -> int:
-        """Layers of the model."""
+        """Number of layers of the model."""
         return sum(len(chunk) for chunk in self.order)
 
     @property
     def bounds(self) -> tuple[int, ...]:
-        """The first layer of each chunk along the pipeline, and the number of layers."""
+        """The first layer of each chunk along the pipeline, followed by the number of layers."""
         return (0, *accumulate(len(chunk) for chunk in self.order))
 
     @property
     def counts(self) -> tuple[tuple[int, ...], ...]:
-        """The number of layers in each chunk, by stage and virtual stage."""
+        """The number of layers in each chunk, [stage][chunk]."""
         return tuple(tuple(len(chunk) for chunk in stage) for stage in self.chunks)
 
     @property
     def order(self) -> tuple[tuple[int, ...], ...]:
-        """All chunks in the order of the pipeline."""
+        """The layers of all chunks, in the order of the pipeline."""
         return tuple(stage[v] for v in range(self.virtual) for stage in self.chunks)
 
     @cached_property

@@ -1,10 +1,10 @@
-"""Transfers of tensors between ranks when layers move: which rank sends which elements to which other.
+"""Transfers of tensors between ranks when layers move: which rank sends which elements to which other rank.
 
-A layer that moves to another pipeline stage takes its state along: weights, main parameters and moments. A distributed
-optimizer shards the latter over data-parallel ranks, in another way on each stage. Both are one problem: ranges of flat
-tensors are on some ranks and must be on others. `plan_transfers` solves it from the two lists alone, so every rank
-computes the same transfers without communication; `run_transfers` carries them out with one message for each pair of
-ranks, all in flight at once.
+A layer moves to another pipeline stage with its weights, main parameters and optimizer moments. A distributed optimizer
+shards main parameters and moments over data-parallel ranks, differently on each stage. Both cases are the same problem:
+ranges of flat tensors are on some ranks and must be on others. `plan_transfers` needs only these two lists, so all
+ranks compute the same transfers without communication. `run_transfers` carries them out with one message for each pair
+of ranks, all in flight at once.
 """
 
 import datetime
@@ -19,7 +19,7 @@ __all__ = ["Piece", "Transfer", "plan_transfers", "run_transfers"]
 
 
 class Piece(NamedTuple):
-    """Elements start to stop of the flat tensor named `tensor`, on `rank`."""
+    """Elements start to stop - 1 of the flat tensor named `tensor`, on `rank`."""
 
     tensor: str
     rank: int
@@ -28,7 +28,7 @@ class Piece(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """Elements start to stop of the flat tensor go from rank `source` to rank `target`, which may be the same."""
+    """Elements start to stop - 1 of the flat tensor go from rank `source` to rank `target`, which may be the same."""
 
     tensor: str
     source: int
@@ -40,10 +40,10 @@ class Transfer(NamedTuple):
 def plan_transfers(stored: Iterable[Piece], requested: Iterable[Piece]) -> list[Transfer]:
     """The transfers that give every rank the pieces it requests, in the order of tensors in `requested`.
 
-    A rank that already holds elements copies them from itself. Otherwise the first of the ranks that request the same
-    elements receives from the first rank that holds them, the second from the second, and so on: replicas share the
-    work, and state that differs between replicas keeps its place among them. Raises ValueError where no rank holds a
-    requested element.
+    A rank that already holds elements copies them from itself. Otherwise, of the ranks that request the same elements,
+    the first receives from the first rank that holds them, the second from the second, and so on. Replicas thus share
+    the work, and state that differs between replicas stays with the replica of the same number. Raises ValueError if no
+    rank holds a requested element.
     """
     holders: dict[str, list[Piece]] = defaultdict(list)
     for piece in sorted(stored):
@@ -88,12 +88,13 @@ def run_transfers(
     """Carry out this rank's part of `transfers`. Returns the bytes that it sent to other ranks.
 
     transfers: the same on every rank and in the same order.
-    read: transfer -> flat tensor of the elements that it takes from this rank.
-    write: transfer -> flat tensor of the elements that it fills on this rank.
-    process_group: numbers ranks as the transfers do. A collective must have run in it before, which connects its ranks.
-    timeout: of each wait.
+    read: transfer -> flat tensor of the elements that the transfer takes from this rank.
+    write: transfer -> flat tensor of the elements that the transfer fills on this rank.
+    process_group: its ranks have the numbers used in `transfers`. A collective must have run in it before, to connect
+        its ranks.
+    timeout: longest wait for a message.
 
-    Raises RuntimeError when a message does not arrive in time or its peer is gone.
+    Raises RuntimeError if a message does not arrive in time or its peer has ended.
     """
     rank = dist.get_rank(process_group)
     outgoing: dict[int, list[torch.Tensor]] = defaultdict(list)
@@ -126,7 +127,7 @@ def _operation(kind: Callable, flat: torch.Tensor, peer: int, process_group: dis
 
 
 def _widest_first(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Sorted so that each part of a message begins at a multiple of its element size."""
+    """`parts` by descending element size, so that each part of a message begins at a multiple of its element size."""
     return sorted(parts, key=lambda part: -part.element_size())
 
 
