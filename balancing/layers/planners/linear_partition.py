@@ -1,14 +1,14 @@
 """Exact linear partition: consecutive layers on stages, with the least load of the slowest stage.
 
-DynMo uses a binary search of absolute precision: costs far below the precision end on one stage, and with more stages
-than layers the search does not terminate. This is dynamic programming over (stage, end of the stage). A stage can have
-a fixed load (the embedding, the head, other chunks of its rank) and a memory limit:
+DynMo uses a binary search of absolute precision. Layers with costs far below the precision end on one stage, and with
+more stages than layers the search does not terminate. Here dynamic programming over (stage, end of the stage) finds the
+optimum. A stage can have a fixed load (the embedding, the head, other chunks of its rank) and a memory limit:
 
     best[s][j] = min over i of max(best[s - 1][i], load of stage s with layers i to j - 1)
 
-Only stages within a guess of the optimum are considered, so arrays are [end, length]; the guess is doubled if the
-optimum is above it. A second pass selects, among the partitions that reach the optimum, the one that moves the fewest
-bytes, and among these the most even.
+Only stages with a load up to a guess of the optimum are considered, so arrays are [end, length]. The guess is doubled
+if the optimum is above it. Among the partitions that reach the optimum, a second pass selects the one that moves the
+fewest bytes, and among these the most even one.
 """
 
 from dataclasses import dataclass
@@ -28,9 +28,12 @@ class Room:
 
         static[i:j].sum() + max over k of (base[stage, k] + count[stage, k] * activation[i:j].sum())
 
-    bytes, one k for each moment that may be the fullest, and may use limit[stage].
+    bytes and may use limit[stage]. k runs over the moments of `balancing.layers.memory.in_flight`.
 
-    static, activation: [layer], bytes. base: [stage, k], bytes. count: [stage, k]. limit: [stage], bytes.
+    static, activation: [layer], bytes.
+    base: [stage, k], bytes of the stage's other parts.
+    count: [stage, k], micro-batches in flight.
+    limit: [stage], bytes.
     """
 
     static: FloatArray
@@ -56,7 +59,7 @@ def _prefix(values: FloatArray) -> FloatArray:
 
 
 def _band(layers: int, longest: int, least: int) -> tuple[IntArray, IntArray, NDArray[np.bool_]]:
-    """Begin and end of all stages up to `longest` layers, as [end, length], and a mask of the valid ones."""
+    """Begin and end of all stages of up to `longest` layers, as [end, length], and a mask of the valid ones."""
     last = np.arange(layers + 1)[:, None]
     first = last - np.arange(longest + 1)[None, :]
     real = (first >= 0) & (last - first >= least)
@@ -64,7 +67,7 @@ def _band(layers: int, longest: int, least: int) -> tuple[IntArray, IntArray, ND
 
 
 def _bottleneck(load: FloatArray, first: IntArray) -> float:
-    """The least maximum of any partition; load: [stage, end, length]."""
+    """The load of the slowest stage in the best partition. load: [stage, end, length]."""
     best = np.full(len(first), np.inf)
     best[0] = -np.inf
     for own in load:
@@ -73,7 +76,7 @@ def _bottleneck(load: FloatArray, first: IntArray) -> float:
 
 
 def _cheapest(price: FloatArray, first: IntArray) -> list[int]:
-    """The boundaries of the partition with the least sum of prices; price: [stage, end, length]."""
+    """The boundaries of the partition with the least sum of prices. price: [stage, end, length]."""
     best = np.full(len(first), np.inf)
     best[0] = 0.0
     ends, begins = np.arange(len(first)), []
@@ -97,7 +100,7 @@ def linear_partition(
     cost: [layer], seconds.
     fixed: [stage], seconds of a stage besides its layers.
     home: [layer], the stage that holds each layer now, -1 for none.
-    weight: [layer], bytes to move it.
+    weight: [layer], bytes that a move of the layer sends.
     least: fewest layers of a stage.
     room: memory limits, None for no limit.
     """
@@ -121,14 +124,15 @@ def linear_partition(
     arriving = np.zeros((stages, layers + 1))
     np.cumsum(np.where(elsewhere, weight, 0.0), axis=1, out=arriving[:, 1:])
     within = load <= bottleneck
-    even = (np.where(within, load, 0.0) / (bottleneck or 1.0)) ** 2  # at most 1 a stage, so below a byte in total
-    even += 1e-3 * ((last - first) / max(layers, 1)) ** 2  # decides where layers cost nothing
+    # At most about 1 a stage. Half of its mean over the stages is less than one byte, so fewest bytes come first.
+    even = (np.where(within, load, 0.0) / (bottleneck or 1.0)) ** 2
+    even += 1e-3 * ((last - first) / max(layers, 1)) ** 2  # decides between stages with layers of zero cost
     price = np.where(within, arriving[:, last] - arriving[:, first] + 0.5 * even / stages, np.inf)
     return _cheapest(price, first)
 
 
 def least_over(room: Room, least: int = 1) -> float:
-    """The fewest bytes by which the fullest stage exceeds its limit in any partition; at most 0 if one fits."""
+    """The least excess of bytes of the fullest stage over its limit, over all partitions; at most 0 if one fits."""
     layers = len(room.static)
     first, last, real = _band(layers, layers, least)
     return _bottleneck(np.where(real, room.over(first, last), np.inf), first)

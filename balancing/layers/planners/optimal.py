@@ -1,15 +1,21 @@
 """The optimal plan: the least time of the slowest stage, with memory as a hard limit.
 
-With one chunk a stage this is one exact linear partition. With several, the slowest rank alone says little: in the
-interleaved schedule ranks take turns chunk by chunk, P micro-batches at a time, so a rank with few seconds in one chunk
-and many in another waits in every turn. Three bounds of the steady phase, in seconds of a micro-batch, are the slowest
-rank, which computes all its chunks in a step; the slowest chunk times the chunks of a rank, since the forward pass of
-one group of chunks (the v-th of every rank) runs beside the backward pass of another; and the sum over groups of their
-slowest chunk, as if ranks worked in lockstep. All three are the mean where chunks are equal. The objective is
-lexicographic: bytes over the limit, the sum of these bounds, the bytes moved. The search is local, from the better one
-of the plan in force and of chunks that are as equal as can be: one boundary or several neighbouring ones are shifted by
-one layer, or one group is partitioned exactly with the others fixed, until nothing improves. The result is never worse
-than the plan in force, and not always the optimum.
+With one chunk a stage this is one exact linear partition.
+
+With several chunks, the slowest rank alone does not determine the step. The interleaved schedule runs P micro-batches
+through one chunk after the other, so a rank with a cheap and an expensive chunk waits at each change of the chunk.
+There are three bounds of the steady phase, in seconds of a micro-batch. The v-th chunks of all ranks form a group.
+
+- The slowest rank, which computes all its chunks in a step.
+- The slowest chunk times the chunks of a rank, since the forward pass of one group runs beside the backward pass of
+  another.
+- The sum over groups of their slowest chunk, as if ranks worked in lockstep.
+
+All three equal the mean load of a rank if all chunks are equal. The objective is lexicographic: bytes over the limit,
+the sum of these bounds, the bytes moved. The search is local. It starts from the best of the plan in force, a plan with
+chunks as equal as possible, and, with memory, a plan with bytes as equal as possible. A step shifts one boundary or
+several neighbouring ones by one layer, or partitions one group exactly with the others fixed. The search ends when no
+step improves the objective. The result is never worse than the plan in force, and not always the optimum.
 """
 
 from collections.abc import Sequence
@@ -26,7 +32,7 @@ __all__ = ["Problem", "memory_shortfall", "optimal_bounds"]
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
-_DIGITS = 12  # so that the rounding of sums in another order is no improvement
+_DIGITS = 12  # decimal digits of the objective, so that rounding of sums in another order is no improvement
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,14 +42,15 @@ class Problem:
     cost: [layer], seconds.
     stages, virtual: pipeline size, and chunks a stage.
     embedding, head: seconds fixed to the first and the last stage.
-    memory, limit: bytes of layers, and of each stage [stage]; None if memory does not matter.
+    memory: bytes of layers; None if memory does not matter.
+    limit: [stage], bytes that a rank may use; None for no limit.
     home: [layer], the stage that holds each layer now, -1 for none.
-    weight: [layer], bytes to move it.
+    weight: [layer], bytes that a move of the layer sends.
     least: fewest layers of a chunk.
-    micro_batches: of a step, None for many.
+    micro_batches: number of micro-batches of a step; None if there are enough to fill the pipeline.
     schedule: as in `in_flight`.
     mtp: seconds of multi-token prediction.
-    behind: chunks at the end of the pipeline that have no layers; multi-token prediction is on the one before.
+    behind: number of chunks after that of multi-token prediction, at the end of the pipeline. They have no layers.
     """
 
     cost: FloatArray
@@ -66,7 +73,7 @@ class Problem:
         return len(self.cost)
 
     def fixed(self) -> FloatArray:
-        """Float array [stage]: seconds that no plan moves."""
+        """Float array [stage]: seconds of the parts that are fixed to a stage."""
         load = np.zeros(self.stages)
         load[0] += self.embedding
         load[-1] += self.head
@@ -78,7 +85,7 @@ class Problem:
         return in_flight(self.stages, self.virtual, self.micro_batches, self.schedule)
 
     def filled(self, group: int) -> int:
-        """The number of stages whose chunk `group` may have layers."""
+        """The number of stages whose chunk in `group` may have layers."""
         return self.stages - (self.behind if group == self.virtual - 1 else 0)
 
 
@@ -89,7 +96,7 @@ def _by_chunk(values: FloatArray, problem: Problem, bounds: Sequence[int]) -> Fl
 
 
 def room_of(problem: Problem, bounds: Sequence[int], group: int) -> Room | None:
-    """The memory limits of chunk `group` of each stage, beside the other chunks of the stage in `bounds`."""
+    """The memory limits for chunk `group` of each stage, if the other chunks of the stage are those of `bounds`."""
     memory, limit, virtual = problem.memory, problem.limit, problem.virtual
     if memory is None or limit is None:
         return None
@@ -110,7 +117,7 @@ def room_of(problem: Problem, bounds: Sequence[int], group: int) -> Room | None:
 def optimal_bounds(problem: Problem, start: Sequence[int]) -> list[int]:
     """Boundaries [virtual * stages + 1] of the best partition found; [] if none fits the memory.
 
-    start: an additional starting point, used only with several chunks a stage.
+    start: another plan to start the search from, used only with several chunks a stage.
     """
     if problem.virtual == 1:
         return _solve(problem, [0] * problem.stages + [problem.layers], 0)
@@ -122,9 +129,9 @@ def optimal_bounds(problem: Problem, start: Sequence[int]) -> list[int]:
 
 
 def memory_shortfall(problem: Problem) -> float:
-    """The fewest bytes by which the fullest stage exceeds its limit; at most 0 if a plan fits.
+    """The least excess of bytes of the fullest stage over its limit; at most 0 if a plan fits.
 
-    Exact with one chunk a stage. With more, that of a plan that divides the bytes evenly over the chunks.
+    Exact with one chunk a stage. With more chunks, the excess of a plan that divides bytes evenly over the chunks.
     """
     memory = problem.memory
     assert memory is not None
@@ -136,7 +143,7 @@ def memory_shortfall(problem: Problem) -> float:
 
 
 def _solve(problem: Problem, bounds: list[int], group: int) -> list[int]:
-    """`bounds` with chunk `group` of every stage partitioned anew; [] if that cannot fit."""
+    """`bounds` with chunk `group` of every stage partitioned again; [] if no partition fits."""
     stages, filled = problem.stages, problem.filled(group)
     first, last = bounds[group * stages], bounds[(group + 1) * stages]
     others = np.arange(problem.virtual) != group
@@ -157,7 +164,7 @@ def _solve(problem: Problem, bounds: list[int], group: int) -> list[int]:
 
 
 def _even_chunks(problem: Problem) -> list[int]:
-    """Boundaries with the least load of the slowest chunk, as if each were a stage."""
+    """Boundaries with the least load of the slowest chunk."""
     fixed = np.zeros(problem.stages * problem.virtual)
     fixed[[0, -1]] += problem.embedding, problem.head
     fixed[-1 - problem.behind] += problem.mtp
@@ -174,8 +181,10 @@ def _even_bytes(problem: Problem, memory: LayerMemory) -> list[int]:
 
 
 def _qualities(problem: Problem, bounds: IntArray) -> FloatArray:
-    """The objective of many plans, [plan, 3], each to be minimized in this order: bytes over the limit, the sum of the
-    bounds of a step (module docstring) over the mean load of a rank, bytes moved.
+    """The objective of many plans, float [plan, 3], to be minimized lexicographically.
+
+    Column 0: bytes over the limit. Column 1: the sum of the three bounds of the module docstring, over the mean load of
+    a rank. Column 2: bytes moved.
 
     bounds: [plan, virtual * stages + 1], along the pipeline.
     """
@@ -216,7 +225,7 @@ def _quality(problem: Problem, bounds: Sequence[int]) -> tuple[float, ...]:
 
 
 def _descend(problem: Problem, bounds: list[int]) -> list[int]:
-    """Shift boundaries, and partition single groups of chunks anew, until nothing improves."""
+    """Shift boundaries, and partition single groups of chunks again, until nothing improves."""
     quality = _quality(problem, bounds)
     while True:
         for propose in (_shifted, _partitioned):
@@ -248,5 +257,5 @@ def _shifted(problem: Problem, bounds: list[int]) -> IntArray:
 
 
 def _partitioned(problem: Problem, bounds: list[int]) -> IntArray:
-    """`bounds`, and those with one group partitioned anew: int64 [plan, chunk + 1]."""
+    """`bounds`, and those with one group partitioned again: int64 [plan, chunk + 1]."""
     return np.array([bounds, *(_solve(problem, bounds, group) or bounds for group in range(problem.virtual))])

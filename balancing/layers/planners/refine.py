@@ -1,13 +1,14 @@
 """Local search on a plan, scored by the simulated time of a step.
 
-The slowest stage determines most of a step, but not all: forward and backward count separately while the pipeline fills
-and drains, so with frozen layers or early exits two plans with the same slowest stage can differ by a few percent. Each
-round shifts every boundary by one layer either way, simulates all these plans at once, and keeps the best, until none
-is faster. With several chunks a stage runs of neighbouring boundaries are shifted, too: the chunks in between keep
-their layers' number, and only the two at the ends change it, which may be far apart.
+The slowest stage determines most of a step, but not all. Forward and backward count separately in warm-up and
+cool-down, so with frozen layers or early exits two plans with the same slowest stage can differ by a few percent.
 
-A planner begins anew with each plan, and what a search found for the costs of a moment ago is lost. So the plan in
-force is a second start: costs drift, and searches of successive decisions go on where the last one stopped.
+Each round shifts every boundary by one layer in both directions, simulates all these plans at once, and keeps the best,
+until none is faster. With several chunks a stage, runs of neighbouring boundaries are also shifted together. The chunks
+between them then keep their numbers of layers, and only the two chunks at the ends change.
+
+The plan in force is a second start. It is the result of the last search, and costs drift only slowly, so the search
+continues where the last one stopped.
 """
 
 from collections.abc import Callable
@@ -25,7 +26,7 @@ __all__ = ["refine_plan"]
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
-_ROUNDS = 20  # most changes from each start
+_ROUNDS = 20  # most rounds from each start
 _AT_ONCE = 256  # plans that are simulated at a time
 _RUNS = (1, 2, 3, 4, 6, 8)  # lengths of runs of boundaries that are shifted together
 
@@ -43,11 +44,12 @@ def refine_plan(
 ) -> StagePlan:
     """A plan whose simulated step is at least as fast as that of `plan`.
 
-    plan: to start from.
+    plan: the plan to start from.
     cost: seconds of the layers.
     micro_batches, transfer, schedule: as in `simulate_schedule`.
-    current: the plan in force; the start if it is quicker than `plan` and something near it is quicker still. Used if
-        it has as many stages and several chunks a stage, keeps to `min_layers`, and fits.
+    current: the plan in force. The search starts from it if it is faster than `plan`; if no plan near it is faster, the
+        search also starts from `plan`. It is used only if it is of the same pipeline with several chunks a stage, keeps
+        to `min_layers`, and fits.
     min_layers: fewest layers of a chunk.
     fits: whether a plan is allowed, for instance whether its `stage_memory` is within the limit.
 
@@ -60,7 +62,7 @@ def refine_plan(
         return simulate_steps(forward, backward, micro_batches, transfer=transfer, schedule=schedule)
 
     def promising(bounds: IntArray, below: float) -> IntArray:
-        """Those of `bounds` whose step may take less than `below` seconds, the most even ones first."""
+        """The plans of `bounds` whose step may take less than `below` seconds, the most even ones first."""
         forward, backward = cost.seconds_of_bounds(bounds, plan.stages, plan.behind)
         able = _least_seconds(forward, backward, micro_batches) < below
         both = (forward + backward)[able]
@@ -72,7 +74,7 @@ def refine_plan(
         return replace(made, mtp_layers=plan.mtp_layers, mtp_chunk=plan.mtp_chunk)
 
     def quickest(some: IntArray, below: float) -> tuple[float, IntArray, StagePlan] | None:
-        """The quickest of `some` that fits, with its seconds, if they are less than `below`."""
+        """The fastest plan of `some` that fits, with its seconds; None if it takes at least `below` seconds."""
         times = simulate(some)
         for at in np.argsort(times, kind="stable"):
             if times[at] >= below * (1 - 1e-9):  # a smaller gain may be rounding
@@ -104,7 +106,7 @@ def refine_plan(
         starts.append(replace(current, method=plan.method))
     starts.sort(key=lambda start: float(simulate(np.array([start.bounds]))[0]))
     seconds, found = descend(starts[0])
-    if found is not plan and found is starts[0]:  # nothing near the plan in force is quicker
+    if found is not plan and found is starts[0]:  # no plan near the plan in force is faster
         other_seconds, other = descend(plan)
         if other_seconds < seconds * (1 - 1e-9):
             found = other
@@ -112,10 +114,12 @@ def refine_plan(
 
 
 def _least_seconds(forward: FloatArray, backward: FloatArray, micro_batches: int) -> FloatArray:
-    """A bound on the step, [plan]: what a rank computes, and the first chunks of the ranks before it, whose forward of
-    the first micro-batch comes before all of that, and whose backward of the last one after it.
+    """A lower bound of the step, seconds [plan].
 
-    forward, backward: [plan, stage, chunk].
+    It is the compute of a rank plus the first chunks of the ranks before it: their forwards of the first micro-batch
+    come before the rank's first operation, and their backwards of the last micro-batch after its last.
+
+    forward, backward: [plan, stage, chunk], seconds.
     """
     both = forward + backward
     before = np.cumsum(both[:, :, 0], axis=1) - both[:, :, 0]
@@ -123,14 +127,14 @@ def _least_seconds(forward: FloatArray, backward: FloatArray, micro_batches: int
 
 
 def _can_start(current: StagePlan, plan: StagePlan, min_layers: int) -> bool:
-    """Whether `current` is another start than `plan`, of the same pipeline."""
+    """Whether `current` is of the same pipeline as `plan`, keeps to `min_layers` and differs from `plan`."""
     same = (current.stages, current.virtual, current.behind) == (plan.stages, plan.virtual, plan.behind)
     filled = current.order[: len(current.order) - current.behind]
     return same and current.chunks != plan.chunks and all(len(chunk) >= min_layers for chunk in filled)
 
 
 def _shifts(plan: StagePlan) -> IntArray:
-    """Shifts of one boundary or, with several chunks, of a run of them by one layer: [shift, chunks + 1]."""
+    """Shifts of one boundary or, with several chunks, a run of boundaries by one layer: int64 [shift, chunks + 1]."""
     inner = len(plan.bounds) - 2 - plan.behind  # boundaries that may move
     number = np.arange(len(plan.bounds))
     shifts = [

@@ -1,21 +1,21 @@
-"""Deferred weight gradients: the idle time of a pipeline, filled.
+"""Simulation of deferred weight gradients, which fill the idle time of a pipeline.
 
-The backward of a layer consists of two products. The gradient of its input is what the previous stage waits for; the
-gradient of its weights is needed by nobody before gradients are reduced (zero bubble, arXiv 2401.10241, section 2).
-Here a backward computes the input gradient, sends it, and leaves the weight gradient for later. A rank computes
-deferred weight gradients, oldest first,
+The backward of a layer computes two gradients. The previous stage waits for the gradient of the layer's input. The
+gradient of the layer's weights is not needed before gradients are reduced (zero bubble, arXiv 2401.10241, section 2).
+Here a backward computes the input gradient, sends it, and defers the weight gradient. A rank computes deferred weight
+gradients, oldest first,
 
 - while it waits for a message, and after its last backward;
-- before a forward, as many as it takes to stay within the memory budget.
+- before a forward, as many as needed to stay within the memory budget.
 
 Everything else is Megatron's schedule, action by action (`balancing.layers.simulator.schedule`): the order of forwards
-and backwards, and when messages are posted. So a pipeline fills and drains with input gradients alone, and a stage with
-little to do waits less.
+and backwards, and when messages are posted. So cool-down has only input gradients, and stages with little work wait
+less.
 
-Until its weight gradient is computed, a layer keeps the inputs and output gradients of its matrices: nearly all that it
-keeps between forward and backward (32 of 34 bytes an element with a feed-forward width of 4 h, ibid., table 1), and
-more where it keeps tensors that it has gathered from other ranks (`kept_share`). In 1F1B, late stages keep the
-activations of fewer micro-batches than early ones, and deferred gradients use this memory.
+Until its weight gradient is computed, a layer keeps the inputs and output gradients of its matrices. That is nearly as
+much as it keeps between forward and backward (32 of 34 bytes an element with a feed-forward width of 4 h, ibid., table
+1), and more if it keeps tensors gathered from other ranks (`kept_share`). In 1F1B, late stages keep the activations of
+fewer micro-batches than early ones, and deferred gradients use this memory.
 """
 
 import heapq
@@ -34,29 +34,35 @@ FloatArray = NDArray[np.float64]
 
 
 def kept_share(*, gathered_by: int = 1) -> float:
-    """The share of a layer's activations that stays until its weight gradient is computed, with gradients of outputs.
+    """Bytes kept until a layer's weight gradient is computed, output gradients included, over the bytes of activations
+    that the layer keeps between forward and backward.
 
-    gathered_by: ranks of sequence parallelism, if they keep the inputs of the first and the output gradients of the
-        second matrix of attention and MLP whole, which are 8 of the 32 bytes an element.
+    gathered_by: number of ranks of sequence parallelism if each rank keeps two tensors whole: the inputs of the first
+        matrix, and the output gradients of the second matrix, of attention and MLP. They are 8 of the 32 bytes an
+        element.
     """
     return (24 + 8 * gathered_by) / 34
 
 
 def weight_share(*, recomputes: bool) -> float:
-    """The share of a layer's backward seconds that computes weight gradients, which take as long as a forward pass and
-    as input gradients. recomputes: whether a backward pass begins with another forward pass."""
+    """The fraction of a layer's backward seconds that computes weight gradients.
+
+    Weight gradients, input gradients and a forward pass are assumed to take equally long.
+
+    recomputes: whether a backward pass begins with another forward pass.
+    """
     return 1 / 3 if recomputes else 1 / 2
 
 
 @dataclass(frozen=True, eq=False)
 class SplitPasses:
-    """What one micro-batch costs on each rank and chunk, its backward pass split.
+    """The costs of one micro-batch on each rank and chunk, with the backward pass split in two.
 
     forward, input_gradient, weight_gradient: float arrays [rank, chunk], seconds.
-    activation: float array [rank, chunk] or one number, what it keeps between forward and backward, in any unit. The
-        share `kept` of it stays until the weight gradient is computed.
-    pieces: int array [rank, chunk] or one number, parts in which the weight gradient of a chunk may be computed, such
-        as its layers.
+    activation: float array [rank, chunk] or one number, size of the activations that the micro-batch keeps between
+        forward and backward, in any unit. The fraction `kept` of it stays until the weight gradient is computed.
+    pieces: int array [rank, chunk] or one number, number of parts in which the weight gradient of a chunk may be
+        computed, such as its layers.
     kept: see `kept_share`.
 
     Raises ValueError for arrays of wrong shape, and negative or not finite values.
@@ -96,9 +102,9 @@ class FilledStep:
 
     step_time: seconds from the common start to the last weight gradient.
     peak: float array [rank], most activations at a time, in the unit of `activation`.
-    peak_without: the same without deferring anything.
-    fills: for each rank, the pieces of weight gradients that are computed before each of its forwards and backwards, in
-        the order of the schedule; the last number of a rank is for the end of the step.
+    peak_without: float array [rank], the same if no weight gradient is deferred.
+    fills: for each rank, the number of pieces of weight gradients computed before each of its forwards and backwards,
+        in the order of the schedule. The last number of a rank is for the end of the step.
     """
 
     step_time: float
@@ -112,7 +118,7 @@ class _Stage:
 
     def __init__(self, actions: tuple[Action, ...], weight: FloatArray, kept: FloatArray, pieces: NDArray[np.int64]):
         self.actions, self.next, self.clock = actions, 0, 0.0
-        self.fills = [0]  # before each operation so far, and since the last one
+        self.fills = [0]  # pieces computed before each operation so far, and since the last operation
         self.activations = self.peak = 0.0
         self._piece, self._kept_by_piece, self._pieces = weight / pieces, kept / pieces, pieces
         self._deferred: deque[int] = deque()  # the chunk of each piece, oldest first
@@ -140,7 +146,7 @@ class _Stage:
 
 
 class _Mail:
-    """Messages, which are transferred once both sides have posted them."""
+    """Messages. A message is transferred once both sides have posted it."""
 
     def __init__(self, transfer: FloatArray):
         self._transfer = transfer
@@ -149,7 +155,7 @@ class _Mail:
         self._waiting: dict[int, tuple[PipelineMessage, ...]] = {}  # by rank
 
     def post(self, message: PipelineMessage, now: float) -> list[int]:
-        """Returns the ranks that waited for this post."""
+        """One side posts `message` at the time `now`. Returns the ranks that waited for this post."""
         if message not in self._posted:
             self._posted[message] = now
             return []
@@ -161,13 +167,13 @@ class _Mail:
         return woken
 
     def arrival(self, messages: tuple[PipelineMessage, ...]) -> float | None:
-        """When all of `messages` have been transferred; None while one is not posted by both sides."""
+        """The time when all of `messages` have been transferred; None until both sides have posted each of them."""
         if all(message in self._there for message in messages):
             return max(self._there[message] for message in messages)
         return None
 
     def wake(self, rank: int, messages: tuple[PipelineMessage, ...]) -> None:
-        """Have `post` name `rank` when one of `messages` is posted by both sides."""
+        """Make `post` return `rank` when both sides have posted one of `messages`."""
         self._waiting[rank] = messages
 
 
@@ -182,7 +188,7 @@ def simulate_fill(
     """Simulate one step of Megatron's schedule in which weight gradients are deferred.
 
     micro_batches: per step and pipeline.
-    spare: the memory budget of every rank is that of the fullest rank without deferring, and this fraction more.
+    spare: the memory budget of every rank is (1 + spare) times the activations of the fullest rank without deferring.
     transfer, schedule: as in `simulate_schedule`.
 
     Raises ValueError for negative or not finite values, and sizes that Megatron refuses.
@@ -210,8 +216,8 @@ def simulate_fill(
 
 
 def _run(stages: list[_Stage], mail: _Mail, passes: SplitPasses, budget: float) -> None:
-    """Advance the rank whose clock is lowest by one action, until all have ended. So what a rank does not know yet has
-    not happened."""
+    """Advance the rank with the earliest clock by one action, until all ranks have ended. A rank therefore never acts
+    before an earlier event of another rank is simulated."""
     forward, input_gradient, activation = passes.forward, passes.input_gradient, np.asarray(passes.activation)
     ready = [(0.0, rank) for rank in range(len(stages))]
     while ready:
@@ -247,7 +253,7 @@ def _run(stages: list[_Stage], mail: _Mail, passes: SplitPasses, budget: float) 
                 stage.next += 1
             elif (arrival := mail.arrival(action.wait)) is not None:
                 piece = stage.piece()
-                if piece is not None and stage.clock + piece / 2 < arrival:  # ends nearer to the arrival than it begins
+                if piece is not None and stage.clock + piece / 2 < arrival:  # at least half of the piece fits the wait
                     stage.fill()
                 else:
                     stage.clock = max(stage.clock, arrival)

@@ -1,24 +1,25 @@
 """Megatron's 1F1B and interleaved 1F1B schedules as pure functions: the program of every pipeline rank.
 
-Whether a move pays depends on which ranks wait for which others, so a planner needs the schedule, not a formula for
-equal stages. This module contains the program of one training step in megatron-core 0.19.2: compute, post sends and
-receives, wait. `balancing.layers.simulator.timeline` computes its times.
+Whether a move pays depends on which ranks wait for which others. A planner therefore needs the schedule itself; a
+formula for equal stages is not enough. This module contains the program of one training step in megatron-core 0.19.2:
+compute, post sends and receives, wait. `balancing.layers.simulator.timeline` computes its times.
 
-Ranks are numbered along the pipeline. With V chunks a rank, chunk c of rank r is virtual stage c * P + r. Without
-interleaving a rank warms up with P - r - 1 forwards, then alternates one forward and one backward. With interleaving
-(Narayanan et al., arXiv 2104.04473, section 2.2) it runs micro-batches in groups, each group through all its chunks in
-turn, and warms up with 2 (P - r - 1) + (V - 1) * group forwards.
+Ranks are numbered along the pipeline. P is the pipeline size. With V chunks a rank, chunk c of rank r is virtual stage
+c * P + r. Without interleaving, the warm-up of a rank has P - r - 1 forwards; then forwards and backwards alternate.
+With interleaving (Narayanan et al., arXiv 2104.04473, section 2.2), a rank runs micro-batches in groups, each group
+through one chunk after the other. The warm-up then has 2 (P - r - 1) + (V - 1) * group forwards.
 
 Messages are part of the program, because a rank that waits for a message does not compute:
 
-- Not interleaved: after each forward a rank sends the output and waits for a gradient in one blocking exchange, and
-  after each backward the other way round. Only warm-up and cool-down have separate sends and receives.
+- Not interleaved: after each forward, a rank sends the output and receives a gradient in one blocking exchange. After
+  each backward, it sends the gradient and receives an activation. Only warm-up and cool-down have separate sends and
+  receives.
 - Interleaved, not overlapped: forward and backward run back to back, then all four messages in one blocking exchange.
-- Interleaved, overlapped (Megatron's default): receives are posted one operation ahead and waited for just before use;
-  the wait for the send of a gradient is deferred to the next one, while the send of an activation is waited for at
-  once, since training frees pipeline outputs.
-- Interleaved, layers in parts (--overlap-moe-expert-parallel-comm): a forward and a backward run as one, between the
-  waits and the sends of both. Warm-up is one forward longer, so that the two never depend on each other.
+- Interleaved, overlapped (Megatron's default): receives are posted one operation ahead and waited for just before use.
+  The wait for the send of a gradient is deferred until the next gradient is sent. The wait for the send of an
+  activation is immediate, since training frees pipeline outputs.
+- Interleaved, layers in parts (--overlap-moe-expert-parallel-comm): a forward and a backward run as one operation,
+  between the waits and the sends of both. Warm-up is one forward longer, so that the two never depend on each other.
 """
 
 from collections.abc import Iterator
@@ -30,7 +31,7 @@ __all__ = ["MEGATRONS", "Action", "Operation", "PipelineMessage", "Schedule", "o
 
 Kind = Literal["forward", "backward"]
 
-MOST_FORWARDS = 1_000_000  # of all ranks in a step; takes two minutes
+MOST_FORWARDS = 1_000_000  # forward passes of all ranks in a step; simulating as many takes two minutes
 
 
 class Operation(NamedTuple):
@@ -43,16 +44,16 @@ class Operation(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """How the schedule runs; Megatron's defaults. All but `weight_share` are of several chunks a rank.
+    """Options of the schedule, with Megatron's defaults. All except `weight_share` apply to several chunks a rank.
 
     group: micro-batches that pass through a chunk before the next chunk runs (Megatron's
         microbatch_group_size_per_vp_stage); the pipeline size if None.
-    overlap: whether messages overlap with compute (Megatron's overlap_p2p_comm); None for Megatron's default, which is
-        yes with interleaving and no without.
-    in_parts: whether a forward and a backward run as one, layer part by layer part (Megatron's
+    overlap: whether messages overlap with compute (Megatron's overlap_p2p_comm). None is Megatron's default: yes with
+        interleaving, no without.
+    in_parts: whether a forward and a backward run as one operation, layer part by layer part (Megatron's
         overlap_moe_expert_parallel_comm).
-    weight_share: the part of the backward seconds of layers that computes weight gradients and is deferred into waits
-        (`balancing.layers.simulator.fill`), with one chunk, too. 0: nothing is deferred.
+    weight_share: fraction of the layers' backward seconds that computes weight gradients and is deferred into waits
+        (`balancing.layers.simulator.fill`). 0 defers nothing.
     """
 
     group: int | None = None
@@ -65,7 +66,10 @@ MEGATRONS = Schedule()
 
 
 class PipelineMessage(NamedTuple):
-    """The output of an operation on rank `source`: an activation for the next stage or a gradient for the previous."""
+    """The output of an operation on rank `source`: an activation for the next stage or a gradient for the previous one.
+
+    kind: "forward" for an activation, "backward" for a gradient.
+    """
 
     kind: Kind
     source: int
@@ -74,7 +78,7 @@ class PipelineMessage(NamedTuple):
 
 
 class Action(NamedTuple):
-    """One entry of a rank's program: run an operation, post messages, or wait for messages; other fields are empty."""
+    """One entry of a rank's program: run an operation, post messages, or wait for messages. Unused fields are empty."""
 
     compute: Operation | None = None
     send: tuple[PipelineMessage, ...] = ()
@@ -90,7 +94,7 @@ def operations(
     ranks: pipeline size P.
     micro_batches: per step and data-parallel replica.
     chunks: model chunks a rank (virtual pipeline size); 1 is the schedule without interleaving.
-    schedule: with chunks > 1.
+    schedule: options if chunks > 1.
 
     Returns one tuple a rank, each with chunks * micro_batches forwards and as many backwards.
     Raises ValueError for sizes that Megatron refuses, see `program`.
@@ -110,15 +114,14 @@ def program(
     chunks: int = 1,
     schedule: Schedule = MEGATRONS,
 ) -> tuple[Action, ...]:
-    """The program of pipeline rank `rank` of `ranks` in one step, in order.
+    """The program of pipeline rank `rank` (from 0) in one step, in order.
 
-    rank: from 0.
     ranks, micro_batches, chunks, schedule: as in `operations`.
 
-    Raises ValueError for sizes below 1, interleaving on one rank, overlap without interleaving, a group that is
-    smaller than the pipeline or larger than the number of micro-batches, a last group smaller than the pipeline, and
-    interleaving without overlap on two ranks (both neighbours are then the same rank, and messages would be
-    confused).
+    Raises ValueError for sizes below 1, more than MOST_FORWARDS forward passes, interleaving on one rank, overlap
+    without interleaving, a group that is smaller than the pipeline or larger than the number of micro-batches, a last
+    group smaller than the pipeline, and interleaving without overlap on two ranks (both neighbours are then the same
+    rank, so their messages could be confused).
     """
     group = ranks if schedule.group is None else schedule.group
     overlap = chunks > 1 if schedule.overlap is None else schedule.overlap
@@ -227,7 +230,7 @@ class _Interleaving:
         return 0 if kind == "forward" else self.ranks - 1
 
     def sent(self, k: int, kind: Kind) -> tuple[PipelineMessage, ...]:
-        """The messages sent after operation k: none from the last virtual stage (from the first, for gradients)."""
+        """The messages sent after operation k. The last virtual stage sends no activation, the first no gradient."""
         operation = self.operation(k, kind)
         final = self.chunks - 1 if kind == "forward" else 0
         if self.rank == self.ranks - 1 - self._first_rank(kind) and operation.chunk == final:
@@ -235,10 +238,10 @@ class _Interleaving:
         return (PipelineMessage(kind, self.rank, operation.chunk, operation.micro_batch),)
 
     def received(self, k: int, kind: Kind) -> tuple[PipelineMessage, ...]:
-        """The receive that goes with operation k: the input of operation k + 1; k = -1 is the receive before the first.
+        """The receive posted with operation k, the input of operation k + 1. k = -1: the receive before the first one.
 
-        The rank where a pass begins gets its inputs from the rank where it ends, which is ranks - 1 operations behind,
-        once that has an output.
+        The rank where a pass begins receives its inputs from the rank where the pass ends. That rank is ranks - 1
+        operations behind.
         """
         if self.rank != self._first_rank(kind):
             if k + 1 == self.total:
@@ -264,7 +267,7 @@ def _interleaved(at: _Interleaving, overlap: bool) -> Iterator[Action]:
     steady = at.total - at.warm_up
     activations: list[PipelineMessage] = []  # receives posted ahead, oldest first
     gradients: list[PipelineMessage] = []
-    gradient_sent: tuple[PipelineMessage, ...] = ()  # overlapped send that was not waited for yet
+    gradient_sent: tuple[PipelineMessage, ...] = ()  # overlapped send with a deferred wait
 
     yield from _exchange((), at.received(-1, "forward"))
     for k in range(at.warm_up):

@@ -1,17 +1,18 @@
 """Exact simulation of the schedules in `schedule`: the times when each rank computes and waits.
 
-A rank starts an operation when its previous one is done and every message that it waits for has arrived. A message is
-transferred when both sides have posted it: Megatron's sends are synchronous, over gloo as over NCCL, so a late receiver
-delays the sender. These are maxima and sums over an acyclic graph that depends on the sizes of the pipeline only, not
-on the seconds. The graph is built once for each combination of sizes, and a simulation is one sweep over its levels.
+A rank starts an operation when its previous operation has ended and every message that it waits for has arrived. A
+message is transferred when both sides have posted it: Megatron's sends are synchronous, over gloo as over NCCL, so a
+late receiver delays the sender. Times are maxima and sums over an acyclic graph. The graph depends only on the sizes of
+the pipeline, not on the seconds. It is built once for each combination of sizes, and a simulation is one sweep over its
+levels.
 
 Assumptions:
 
-- Host time is zero; operations of one rank never overlap. All ranks begin together, and the step ends with the last
+- Host time is zero, and operations of one rank never overlap. All ranks begin together, and the step ends with the last
   operation or awaited message. Optimizer and gradient reduction are not included.
-- Each message takes the transfer seconds of its link, however many are in flight: messages do not share bandwidth, nor
-  do the two directions of a link.
-- Training frees pipeline outputs (Megatron's deallocate_pipeline_outputs), and warm-up and flush do not overlap their
+- Each message takes the transfer seconds of its link, however many are in flight. Messages do not share bandwidth, and
+  neither do the two directions of a link.
+- Training frees pipeline outputs (Megatron's deallocate_pipeline_outputs). Warm-up and cool-down do not overlap their
   messages (overlap_p2p_comm_warmup_flush is off, as by default).
 """
 
@@ -33,7 +34,7 @@ FloatArray = NDArray[np.float64]
 class Timeline:
     """One simulated training step.
 
-    operations: for each rank in execution order.
+    operations: the operations of each rank, in execution order.
     start, end: float arrays [rank, operation], seconds.
     step_time: seconds from the common start to the end of the last operation or message.
     """
@@ -55,14 +56,14 @@ def simulate_schedule(
     """Simulate one step of Megatron's 1F1B schedule, or of the interleaved one if there are several chunks a rank.
 
     forward, backward: seconds per micro-batch, at least 0 and finite, as [rank], [rank, chunk] or
-    [rank, chunk, micro_batch]; the two may differ in the number of axes. Recompute is part of backward.
+        [rank, chunk, micro_batch]; the two may differ in the number of axes. Recompute is part of backward.
     micro_batches: per step and pipeline.
-    transfer: seconds a message takes between ranks, one number or an array [rank] with the link from each rank to the
-    next one (the last entry is the link back to rank 0, which interleaving uses).
-    schedule: of several chunks a rank.
+    transfer: seconds of a message between ranks, one number or an array [rank] with the link from each rank to the
+        next (the last entry is the link back to rank 0, which interleaving uses).
+    schedule: options if there are several chunks a rank.
 
-    The first call for some sizes builds the graph (tenths of a second for 32 ranks and 128 micro-batches), later ones
-    take milliseconds.
+    The first call for a combination of sizes builds the graph (tenths of a second for 32 ranks and 128 micro-batches).
+    Later calls take milliseconds.
     Raises ValueError for arrays of wrong shape, negative or not finite seconds, and sizes that Megatron refuses.
     """
     forward, backward = np.asarray(forward, dtype=float), np.asarray(backward, dtype=float)
@@ -93,10 +94,10 @@ def simulate_steps(
     transfer: ArrayLike = 0.0,
     schedule: Schedule = MEGATRONS,
 ) -> FloatArray:
-    """Step seconds, [pipeline], of many pipelines of one size at once: a planner compares dozens of plans.
+    """Step seconds of many pipelines of one size at once: float [pipeline].
 
     forward, backward: seconds per micro-batch as [pipeline, rank, chunk].
-    micro_batches, transfer, schedule: as in `simulate_schedule`, and so are the errors.
+    micro_batches, transfer, schedule: as in `simulate_schedule`. Raises the same errors.
 
     Sixteen pipelines of 8 ranks and 32 micro-batches take about twice as long as one.
     """
@@ -127,7 +128,7 @@ def _links(transfer: ArrayLike, ranks: int) -> FloatArray:
 
 
 def _sweep(graph: "_Graph", duration: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Start and end of each node; duration: [node, ...]."""
+    """Start and end of each node, seconds [node, ...]. duration: [node, ...], seconds."""
     end = np.zeros((len(duration) + 1, *duration.shape[1:]))  # the last entry is the beginning of the step
     start = np.empty(duration.shape)
     for first, last, before in graph.levels:
@@ -149,8 +150,9 @@ def _seconds(name: str, given: FloatArray, shape: tuple[int, int, int]) -> Float
 class _Graph:
     """The dependencies. Nodes are operations and messages, numbered so that each level is one slice.
 
-    levels: (first node, one past the last, int array [predecessor, node]); the number of nodes means no predecessor.
-    duration_index: index of each node's seconds among forward, backward and links, flattened.
+    levels: (first node, one past the last node, int array [predecessor, node]). In the array, the number of nodes
+        stands for no predecessor.
+    duration_index: int array [node], index of the node's seconds in the flattened forward, backward and link seconds.
     node_of_operation: int array [rank, operation].
     """
 
@@ -163,8 +165,8 @@ class _Graph:
 @lru_cache(maxsize=16)
 def _graph(ranks: int, micro_batches: int, chunks: int, schedule: Schedule) -> _Graph:
     nodes: dict[tuple[int, Operation] | PipelineMessage, int] = {}  # number in order of appearance
-    before: list[set[int]] = []
-    source: list[int] = []
+    before: list[set[int]] = []  # predecessors of each node
+    source: list[int] = []  # duration_index of each node
     posts: dict[PipelineMessage, list[int]] = {}  # ranks that posted a message: sender and receiver, once each
 
     def node(key: tuple[int, Operation] | PipelineMessage, index: int) -> int:
@@ -184,7 +186,7 @@ def _graph(ranks: int, micro_batches: int, chunks: int, schedule: Schedule) -> _
 
     programs = [program(rank, ranks, micro_batches, chunks=chunks, schedule=schedule) for rank in range(ranks)]
     for rank, steps in enumerate(programs):
-        now: set[int] = set()  # nodes whose latest end is the rank's present
+        now: set[int] = set()  # nodes whose latest end is the rank's current time
         at_post: dict[PipelineMessage, set[int]] = {}
         for step in steps:
             if step.compute is not None:
