@@ -1,4 +1,4 @@
-"""The cluster that plans are made for: nodes, ranks, NICs and their speeds, from a preset, a file or a measurement."""
+"""The cluster that planners plan for: nodes, ranks, NICs and their speeds, from a preset, a file or a measurement."""
 
 from balancing.cluster.cluster import PRESETS, Cluster
 

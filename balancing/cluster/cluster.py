@@ -1,10 +1,10 @@
 """Compute and link speeds for the planners' cost models: `Cluster` and its presets.
 
-Whether moving a layer, an expert or a piece of a sequence pays depends on how long the move takes against how long the
-computation takes, so every planner gets a `Cluster`. It comes from a preset, from a JSON file, from the launch
-environment, or measured: `python -m balancing.cluster --measure --json cluster.json`.
+To decide whether a move of a layer, an expert or a piece of a sequence pays, a planner compares the time of the move
+with the time of computation. Every planner therefore gets a `Cluster`. It comes from a preset, a JSON file, the launch
+environment, or a measurement: `python -m balancing.cluster --measure --json cluster.json`.
 
-All speeds are achieved speeds in one direction, not data-sheet peaks: a planner that compares a peak with an achieved
+All speeds are achieved speeds in one direction, not data-sheet peaks. A planner that compares a peak with an achieved
 figure decides wrongly. Ranks fill nodes in order, as torchrun numbers them.
 """
 
@@ -22,17 +22,18 @@ from balancing.files import parse_json, read_text, write_text
 
 __all__ = ["PRESETS", "Cluster"]
 
-# What large operations reach of the figures on the data sheet. bf16 matmul: 86 % measured on A100, 80 % on H100 and
-# 78 % on B200 for the best shape (github.com/stas00/ml-engineering, "Maximum Achievable Matmul FLOPS"). NVLink: 380 of
-# 450 GB/s, 84 %, from GPU to GPU on H100 (github.com/NVIDIA/nccl/issues/1264). A NIC loses only its protocol's headers.
+# Achieved fractions of the data-sheet figures, for large operations. bf16 matmul: 86 % measured on A100, 80 % on H100
+# and 78 % on B200 for the best shape (github.com/stas00/ml-engineering, "Maximum Achievable Matmul FLOPS"). NVLink: 380
+# of 450 GB/s, 84 %, from GPU to GPU on H100 (github.com/NVIDIA/nccl/issues/1264). A NIC loses only its protocol's
+# headers.
 _MATMUL_ACHIEVED = 0.80
 _NVLINK_ACHIEVED = 0.80
 _NIC_ACHIEVED = 0.95
 
 # Data-sheet figures of one GPU. tflops: dense bf16; most data sheets print the sparse figure, twice as much. nvlink_gb:
-# GB/s in both directions together, as marketed; one direction is half of it. memory_gb: 10^9 bytes, a little less than
-# the device reports; the CUDA context wants the rest. A node is what NVLink connects: a server of 8 GPUs, or a rack of
-# 72 in 18 compute trays.
+# GB/s in both directions together, as marketed; one direction has half of it. memory_gb: 10^9 bytes, a little less than
+# the device reports, because the CUDA context takes the rest. The GPUs of a node are connected by NVLink: a server of 8
+# GPUs, or a rack of 72 in 18 compute trays.
 #
 # A800, H800, H200: NVIDIA's data sheets. H100: NVIDIA's data sheet of the SXM module, and the DGX H100 user guide for
 # its 8 ConnectX-7. B200, B300: "NVIDIA HGX Platform", specifications of 8 GPUs: 36 PFLOPS of sparse bf16, 1.4 TB and
@@ -49,15 +50,15 @@ PRESETS: dict[str, dict[str, float]] = {
     "gb200-72x400g": {"gpus": 72, "nvlink_gb": 1800, "nics": 72, "nic_gbit": 400, "tflops": 2500, "memory_gb": 186},
     "gb300-72x800g": {"gpus": 72, "nvlink_gb": 1800, "nics": 72, "nic_gbit": 800, "tflops": 2500, "memory_gb": 279},
 }
-_SERVER_GPUS = 8  # of a preset whose node is one host
+_SERVER_GPUS = 8  # GPUs of a node in presets whose node is one host
 
-# Latencies, which data sheets do not print, of H100 and H200; other presets, and files that do not say, have the same.
+# Latencies of H100 and H200, used for all presets and for files without latencies. Data sheets do not print them.
 # `python -m balancing.cluster --measure` measures them on a GPU.
-# - A message: NCCL's own tuning model (src/graph/tuning.cc, ring and protocol Simple) takes 8.4 us a call, and 3.4 us a
-#   hop over NVLink or 14 us over a network: 12 and 22 us. Taken is what is nearer to the slower one.
-# - A kernel and a host's operation: estimates. The smallest kernels occupy a device for 2 to 3 us, and attention fills
-#   and drains its pipeline besides. A launch costs the driver about 5 us, an operation of PyTorch with Python around
-#   it, or a Triton kernel, about twice that.
+# - Message: NCCL's own tuning model (src/graph/tuning.cc, ring and protocol Simple) has 8.4 us a call, and 3.4 us a hop
+#   over NVLink or 14 us over a network: 12 and 22 us together. The value is near the slower one.
+# - Kernel launch and host operation: estimates. The smallest kernels occupy a device for 2 to 3 us, and attention also
+#   fills and drains its pipeline. A launch costs the driver about 5 us. An operation of PyTorch called from Python, or
+#   a Triton kernel, costs the host about twice that.
 LAUNCH_SECONDS = 5e-6
 MESSAGE_SECONDS = 20e-6
 HOST_SECONDS = 10e-6
@@ -69,13 +70,13 @@ class Cluster:
     """A cluster of equal nodes.
 
     nodes, ranks_per_node, nics_per_node: counts, at least 1.
-    intra_node_bandwidth: bytes/s that one rank sends to another in its node. May be math.inf where a node has one rank.
-    nic_bandwidth: bytes/s that one NIC sends. May be math.inf where there is one node, so that nothing crosses a NIC.
+    intra_node_bandwidth: bytes/s that one rank sends to another in its node. May be math.inf if a node has one rank.
+    nic_bandwidth: bytes/s that one NIC sends. May be math.inf if there is one node, so that nothing crosses a NIC.
     flops: FLOP/s that one rank achieves in large matrix products.
     memory: bytes of memory of one rank's device.
-    launch_seconds: seconds of a rank's device for a kernel beyond its arithmetic: launch, first loads, last stores.
+    launch_seconds: seconds that a kernel takes on the device besides its arithmetic: launch, first loads, last stores.
     message_seconds: seconds until the first byte of a message arrives.
-    host_seconds: seconds in which the host starts one operation on the device, from Python.
+    host_seconds: seconds that the host takes to start one operation on the device, from Python.
 
     Raises ValueError for counts below 1, for speeds or memory that are not positive and finite, and for latencies that
     are not finite or below 0.
@@ -114,11 +115,11 @@ class Cluster:
 
     @property
     def world_size(self) -> int:
-        """Ranks in the whole cluster."""
+        """Number of ranks of the cluster."""
         return self.nodes * self.ranks_per_node
 
     def node(self, rank: int) -> int:
-        """The node `rank` runs on. Raises ValueError for a rank outside the cluster, as every method here does."""
+        """The node of `rank`. All methods with a rank raise ValueError for a rank outside the cluster."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is not in a cluster of {self.world_size} ranks (0 to {self.world_size - 1})")
         return rank // self.ranks_per_node
@@ -126,7 +127,7 @@ class Cluster:
     def nics(self, rank: int) -> tuple[int, ...]:
         """The NICs that `rank` sends through, numbered over the whole cluster: NIC i is on node i // nics_per_node.
 
-        Neighbouring ranks share a NIC where a node has fewer NICs than ranks; a rank has several where it has more.
+        If a node has fewer NICs than ranks, neighbouring ranks share a NIC. If it has more, a rank has several.
         """
         node, local = self.node(rank), rank % self.ranks_per_node
         first = local * self.nics_per_node // self.ranks_per_node
@@ -142,9 +143,10 @@ class Cluster:
         return self.node(a) == self.node(b)
 
     def bandwidth(self, src: int, dst: int) -> float:
-        """Bytes/s of a single transfer from rank `src` to rank `dst` with all links otherwise quiet; inf to itself.
+        """Bytes/s of a single transfer from rank `src` to rank `dst` with all links otherwise idle; inf to itself.
 
-        Ranks that share a NIC also share its rate: add up the bytes on each `nic` and divide by nic_bandwidth.
+        Ranks that share a NIC also share its rate. For several transfers, add up the bytes of each `nic` and divide by
+        nic_bandwidth.
         """
         if self.same_node(src, dst):
             return math.inf if src == dst else self.intra_node_bandwidth
@@ -152,11 +154,11 @@ class Cluster:
 
     @classmethod
     def preset(cls, name: str, *, nodes: int = 1) -> Self:
-        """A known machine from `PRESETS`; its name says the GPU, the NICs of a node, and the Gbit/s of each. A node has
-        8 GPUs; of GB200 and GB300 it is the rack of 72 GPUs that NVLink connects.
+        """A known machine from `PRESETS`. Its name has the GPU, the NICs of a node, and the Gbit/s of a NIC.
 
-        Speeds are the data sheet's for one direction, times what large operations reach of it: bf16 matmul and NVLink
-        80 %, NICs 95 %. Raises ValueError for an unknown name.
+        A node has 8 GPUs. For GB200 and GB300 a node is the rack of 72 GPUs that NVLink connects. Speeds are fractions
+        of the data-sheet figures for one direction: 80 % for bf16 matmul and NVLink, 95 % for NICs. Raises ValueError
+        for an unknown name.
         """
         if name not in PRESETS:
             hint = _did_you_mean(name, PRESETS)
@@ -174,10 +176,10 @@ class Cluster:
 
     @classmethod
     def from_json(cls, path: str | os.PathLike[str]) -> Self:
-        """Read the file that `to_json` or `python -m balancing.cluster --measure --json` wrote.
+        """Read a file of `to_json` or `python -m balancing.cluster --measure --json`.
 
-        One object with every field of the class, null for a bandwidth that was not measured and is not needed, and
-        optionally "about", which is for people. Latencies may be missing or null, for the defaults. Raises ValueError
+        The file has one JSON object with every field of the class, and optionally "about", a note for readers. A
+        bandwidth that is not needed may be null. Latencies may be missing or null, for the defaults. Raises ValueError
         that names the file and the key for anything else.
         """
         path = Path(path)
@@ -210,9 +212,9 @@ class Cluster:
             raise ValueError(f"cluster file {path}: {error}") from error
 
     def to_json(self, path: str | os.PathLike[str], *, about: Mapping[str, str] | None = None) -> None:
-        """Write the file that `from_json` reads. `about` says to people where the figures come from.
+        """Write a file for `from_json`. about: notes for readers, such as the source of the figures.
 
-        Raises ValueError where the file cannot be written.
+        Raises ValueError if the file cannot be written.
         """
         content: dict[str, Any] = {}
         for name, value in asdict(self).items():
@@ -224,11 +226,13 @@ class Cluster:
 
     @classmethod
     def from_spec(cls, text: str, world_size: int, *, ranks_per_node: int | None = None) -> Self:
-        """The cluster that one command-line flag, `--cluster PRESET|FILE.json`, means for a job of `world_size` ranks.
+        """The cluster of the flag `--cluster PRESET|FILE.json` for a job of `world_size` ranks.
 
-        The number of nodes follows from the world size. `ranks_per_node` is what the launcher started on each host
-        where that differs from the preset or the file. The hosts of an NVL72 rack are one node: the job is taken to lie
-        in as few racks as hold it in equal parts, and its ranks to be in the order of racks. Raises ValueError for an
+        text: a preset or the path of a file.
+        ranks_per_node: ranks that the launcher started on each host; None if they are those of the preset or file.
+
+        The number of nodes follows from the world size. All hosts of an NVL72 rack are one node. The job is assumed to
+        be in as few racks as can hold it in equal parts, with ranks in the order of racks. Raises ValueError for an
         unknown preset, a bad file, and a world size that does not fill whole nodes.
         """
         if text in PRESETS:
@@ -252,9 +256,9 @@ class Cluster:
         return cluster.relabel(world_size // per_node, per_node)
 
     def relabel(self, nodes: int, ranks_per_node: int) -> Self:
-        """The same hardware with another number of nodes and ranks on each.
+        """The same hardware with another number of nodes and of ranks on each node.
 
-        With fewer ranks on a node than it has devices, the job uses the NICs next to those devices only.
+        If a node has fewer ranks than devices, the job uses only the NICs next to the used devices.
         """
         fewer = min(1.0, ranks_per_node / self.ranks_per_node)
         nics = max(1, round(self.nics_per_node * fewer))
@@ -262,7 +266,7 @@ class Cluster:
 
 
 def _ranks_in_rack(world_size: int, rack: int, host: int) -> int:
-    """Ranks that a job has in each rack, where it lies in as few racks as hold it in equal parts of whole hosts."""
+    """Ranks of a job in each rack, if the job is in as few racks as can hold it in equal parts of whole hosts."""
     for racks in range(-(-world_size // rack), world_size // host + 1):
         if world_size % (racks * host) == 0:
             return world_size // racks

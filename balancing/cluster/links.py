@@ -1,10 +1,10 @@
-"""Seconds that links take for an exchange of messages: the link model of every cost model here.
+"""The link model of all cost models: seconds that links take for an exchange of messages.
 
-Each rank has one link into its node, and each node has NICs, which ranks may share. Links work at the same time and in
-both directions at once, so an exchange takes as long as its busiest link. Latency is left out.
+Each rank has one link into its node, and each node has NICs, which ranks may share. All links work at the same time and
+in both directions at once, so an exchange takes as long as its busiest link. Latency is not included.
 
-Arrays of bytes have a last axis of ranks: `near` are bytes that a rank sends to (or receives from) its own node, `far`
-those of other nodes.
+The last axis of byte arrays is the rank. `near` are the bytes that a rank sends to (or receives from) ranks of its own
+node, `far` those for ranks of other nodes.
 """
 
 from functools import lru_cache
@@ -26,9 +26,10 @@ __all__ = [
 
 
 class NicShares(NamedTuple):
-    """Which part of a rank's traffic goes through which NIC; one entry a pair, in order of NICs.
+    """The NICs of each rank, and the fraction of the rank's traffic through each NIC. Pairs are in order of NICs.
 
-    rank, nic: int64 [pair]. share: float64 [pair]; the shares of a rank add up to 1.
+    rank, nic: int64 [pair].
+    share: float64 [pair]; the shares of a rank add up to 1.
     """
 
     rank: np.ndarray
@@ -37,9 +38,9 @@ class NicShares(NamedTuple):
 
 
 def exchange_seconds(table: np.ndarray, cluster: Cluster) -> float:
-    """Seconds of an exchange given as float [source_rank, rank], bytes; the diagonal costs nothing.
+    """Seconds of an exchange. table: float [source_rank, rank], bytes; the diagonal costs nothing.
 
-    Raises ValueError where the table has more ranks than the cluster.
+    Raises ValueError if the table has more ranks than the cluster.
     """
     inside, outside = node_masks(cluster, len(table))
     near, far = table * inside, table * outside
@@ -48,7 +49,7 @@ def exchange_seconds(table: np.ndarray, cluster: Cluster) -> float:
 
 
 def link_seconds(near: np.ndarray, far: np.ndarray, cluster: Cluster) -> np.ndarray:
-    """Seconds [...] of the busiest link, for bytes [..., rank]. Each rank uses the NICs next to it.
+    """Seconds [...] of the busiest link. near, far: bytes [..., rank]. Each rank uses the NICs next to it.
 
     Raises ValueError for more ranks than the cluster has.
     """
@@ -58,10 +59,10 @@ def link_seconds(near: np.ndarray, far: np.ndarray, cluster: Cluster) -> np.ndar
 
 
 def routed_link_seconds(near: np.ndarray, far: np.ndarray, cluster: Cluster) -> np.ndarray:
-    """Seconds [...] of the busiest link where each rank spreads what leaves its node over all NICs of the node.
+    """Seconds [...] of the busiest link if each rank spreads its `far` bytes over all NICs of its node.
 
-    near, far: bytes [..., rank] of all ranks of the cluster. What goes through other ranks' NICs also takes the links
-    inside the node (Zeppelin, arXiv 2509.21841, section 3.3).
+    near, far: bytes [..., rank] of all ranks of the cluster. Bytes through other ranks' NICs also use the links inside
+    the node (Zeppelin, arXiv 2509.21841, section 3.3).
     """
     inside = near + far * (1 - 1 / cluster.nics_per_node)
     by_node = far.reshape(*far.shape[:-1], cluster.nodes, cluster.ranks_per_node).sum(-1)
@@ -71,7 +72,7 @@ def routed_link_seconds(near: np.ndarray, far: np.ndarray, cluster: Cluster) -> 
 
 @lru_cache(maxsize=32)
 def node_masks(cluster: Cluster, ranks: int) -> tuple[np.ndarray, np.ndarray]:
-    """bool [rank, rank], twice: pairs of different ranks in one node, and pairs of ranks in different nodes.
+    """Two arrays bool [rank, rank]: pairs of different ranks in one node, and pairs of ranks in different nodes.
 
     Raises ValueError for more ranks than the cluster has.
     """
@@ -83,7 +84,7 @@ def node_masks(cluster: Cluster, ranks: int) -> tuple[np.ndarray, np.ndarray]:
 
 @lru_cache(maxsize=32)
 def nic_shares(cluster: Cluster, ranks: int) -> NicShares:
-    """NICs of ranks 0 to `ranks`. Raises ValueError for more ranks than the cluster has."""
+    """The NICs of ranks 0 to `ranks` - 1. Raises ValueError for more ranks than the cluster has."""
     _check_ranks(cluster, ranks)
     nics = [cluster.nics(rank) for rank in range(ranks)]
     pairs = [(rank, nic, 1 / len(own)) for rank, own in enumerate(nics) for nic in own]  # both ascending
@@ -92,7 +93,7 @@ def nic_shares(cluster: Cluster, ranks: int) -> NicShares:
 
 @lru_cache(maxsize=8)
 def first_nics(cluster: Cluster) -> np.ndarray:
-    """int64 [rank]: `Cluster.nic` of every rank."""
+    """`Cluster.nic` of every rank: int64 [rank]."""
     return np.array([cluster.nic(rank) for rank in range(cluster.world_size)])
 
 

@@ -5,9 +5,10 @@
     torchrun --nnodes 2 ... -m balancing.cluster --measure --json cluster.json         and the bandwidth of a NIC
     python -m balancing.cluster --preset h200-8x400g --nodes 4                         what a preset says
 
-All ranks multiply at the same time, as in training, so what they share (cores, power, clocks) is in the figure.
-Bandwidth is one direction between one pair of ranks, the others quiet. What these ranks cannot measure is written as
-null and printed as not measured; latencies that they cannot measure keep their defaults and are printed as such.
+All ranks multiply at the same time, as in training, so the figure includes the effect of shared cores, power and
+clocks. Bandwidth is one direction between one pair of ranks while the other ranks are idle. Bandwidths that these ranks
+cannot measure are written as null and printed as not measured. Latencies that they cannot measure keep their defaults;
+the output names those that were measured.
 """
 
 import argparse
@@ -33,15 +34,15 @@ from balancing.launch import detect_launch, detect_nics, host_memory
 
 __all__ = ["launch_latency", "main", "matmul_rate", "measure", "message_latency", "pair_bandwidth"]
 
-_TIMEOUT = timedelta(minutes=2)  # for any one wait; the whole measurement takes seconds
+_TIMEOUT = timedelta(minutes=2)  # of each wait; the whole measurement takes seconds
 _REPEATS = 7
 _PAIR_REPEATS = 5
-_LAUNCHES, _MESSAGES = 200, 50  # of which a latency is the mean
-_LONG_ENOUGH = 0.1  # seconds of one transfer: far above latency, and past the burst that a shaped NIC lets through
+_LAUNCHES, _MESSAGES = 200, 50  # a latency is the mean of as many
+_LONG_ENOUGH = 0.1  # seconds of one transfer: far above latency, and longer than the burst that a shaped NIC permits
 
 
 class _Rank(NamedTuple):
-    """The facts that ranks exchange before anything is measured."""
+    """The facts that ranks exchange before the measurement."""
 
     local_rank: int
     ranks_per_node: int
@@ -52,7 +53,7 @@ class _Rank(NamedTuple):
 def matmul_rate(device: torch.device) -> tuple[float, str]:
     """FLOP/s of a large matrix product on `device`, the median of repeats, and a description of the product."""
     size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (1024, torch.float32)
-    # Random values: a GPU draws less power, and so clocks higher, on constant ones.
+    # Random values: with constant values a GPU draws less power and therefore clocks higher.
     left, right = (torch.randn(size, size, device=device, dtype=torch.float32).to(dtype) for _ in range(2))
     out = torch.empty(size, size, device=device, dtype=dtype)
     seconds = []
@@ -60,14 +61,15 @@ def matmul_rate(device: torch.device) -> tuple[float, str]:
         begin = _now(device)
         torch.mm(left, right, out=out)
         seconds.append(_now(device) - begin)
-    rate = 2 * size**3 / statistics.median(seconds[2:])  # the first ones set up libraries and clocks
+    rate = 2 * size**3 / statistics.median(seconds[2:])  # the first two set up libraries and clocks
     return rate, f"{size} x {size} x {size}, {str(dtype).removeprefix('torch.')}"
 
 
 def launch_latency(device: torch.device) -> tuple[float, float]:
-    """Seconds of the smallest kernel on a CUDA device, and seconds in which the host starts one from Python.
+    """Seconds of the smallest kernel on a CUDA device, and seconds that the host takes to start it from Python.
 
-    The device is kept busy while the host starts them, so that neither waits for the other. The median of repeats.
+    Both are medians of repeats. The device is kept busy while the host starts kernels, so that neither waits for the
+    other.
     """
     tiny = torch.zeros(32, device=device)
     of_device, of_host = [], []
@@ -78,7 +80,7 @@ def launch_latency(device: torch.device) -> tuple[float, float]:
         begin.record()
         start = time.perf_counter()
         for _ in range(_LAUNCHES):
-            tiny[:16].add_(1.0)  # with the slicing that comes with most operations
+            tiny[:16].add_(1.0)  # with slicing, as in most operations
         of_host.append((time.perf_counter() - start) / _LAUNCHES)
         end.record()
         torch.cuda.synchronize(device)
@@ -87,10 +89,10 @@ def launch_latency(device: torch.device) -> tuple[float, float]:
 
 
 def message_latency(sender: int, receiver: int, device: torch.device) -> float:
-    """Seconds of a message of eight bytes from rank `sender` to rank `receiver`: half of the way there and back.
+    """Seconds of a message of eight bytes from rank `sender` to rank `receiver`: half of a round trip.
 
-    Every rank of the group calls this; all of them return the figure. Raises RuntimeError where the group's timeout
-    passes.
+    All ranks of the default process group call this, and all return the figure. Raises RuntimeError when the group's
+    timeout passes.
     """
     rank, took = dist.get_rank(), 0.0
     if rank in (sender, receiver):
@@ -109,11 +111,11 @@ def message_latency(sender: int, receiver: int, device: torch.device) -> float:
 
 
 def pair_bandwidth(sender: int, receiver: int, device: torch.device) -> float:
-    """Bytes/s that rank `sender` gets through to rank `receiver`, through the default process group.
+    """Bytes/s from rank `sender` to rank `receiver`, through the default process group.
 
-    Every rank of the group calls this; all of them return the figure. Sizes grow until one transfer takes 0.1 s (or
-    1 GiB on a GPU, 256 MiB on a CPU), then the median of 5 transfers counts. A transfer ends when the receiver's answer
-    is back. Raises RuntimeError where the group's timeout passes.
+    All ranks of the group call this, and all return the figure. The size grows until one transfer takes 0.1 s, or up to
+    1 GiB on a GPU and 256 MiB on a CPU. The median of 5 transfers counts. A transfer ends when the receiver's answer
+    has arrived. Raises RuntimeError when the group's timeout passes.
     """
     rate = 0.0
     if dist.get_rank() == sender:
@@ -156,10 +158,10 @@ def _receive_until_told(sender: int, device: torch.device) -> None:
 
 
 def measure(device: torch.device) -> tuple[Cluster, dict[str, str]]:
-    """Measure this machine through the process group at hand, or alone where there is none.
+    """Measure this machine with the ranks of the default process group, or with this process if there is no group.
 
-    Every rank calls this and returns the same: the cluster, with math.inf for the bandwidths these ranks cannot
-    measure, and a description of what was measured. Raises ValueError where the ranks do not fill equal nodes in order.
+    All ranks call this and return the same: the cluster, and notes on the measurement. A bandwidth that these ranks
+    cannot measure is math.inf. Raises ValueError if the ranks do not fill equal nodes in order.
     """
     ranks = _gather(_describe_rank())
     me = ranks[dist.get_rank()] if dist.is_initialized() else ranks[0]
@@ -212,7 +214,7 @@ def measure(device: torch.device) -> tuple[Cluster, dict[str, str]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code, as `balancing.command_line` says."""
+    """Run the command. Returns an exit code of `balancing.command_line`."""
     parser = Parser(
         prog="python -m balancing.cluster", description="Describe the cluster that load balancing plans for."
     )
@@ -231,7 +233,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             _show(options)
         except (ValueError, RuntimeError, OSError) as error:
-            if isinstance(error, OSError) and "RANK" not in os.environ:  # of a file, or of standard output
+            if isinstance(error, OSError) and "RANK" not in os.environ:  # an error of a file or of standard output
                 raise
             first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ValueError(f"rank {_rank()}: {first_line}" if "RANK" in os.environ else first_line) from error
@@ -241,7 +243,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _show(options: argparse.Namespace) -> None:
     if options.json and _rank() == 0:
-        check_output(options.json)  # before the measurement, not after it
+        check_output(options.json)  # before the measurement, so that a bad path costs no time
     if options.preset:
         cluster = Cluster.preset(options.preset, nodes=options.nodes or 1)
         about = {"preset": options.preset, "speeds": "data sheet, times what large operations reach of it"}
@@ -285,7 +287,7 @@ def _describe_rank() -> _Rank:
 
 
 def _gather[T](value: T) -> list[T]:
-    """Every rank's value, in rank order; also starts the ranks at the same time."""
+    """The values of all ranks, in rank order. Also synchronizes the ranks."""
     if not dist.is_initialized():
         return [value]
     values: list[T] = [value] * dist.get_world_size()

@@ -1,1 +1,1 @@
-"""A check of this machine: the packages installed, the kernels that will run, the cost of each missing piece."""
+"""A check of this machine: the installed packages, the kernels that will run, the effect of each missing package."""

@@ -1,7 +1,7 @@
-"""What is installed, told by files and metadata: nothing that is looked at is imported.
+"""The installed packages, found by files and metadata, without importing them.
 
-A start takes seconds where it imports torch, and a package can be absent, of another version, or another project of the
-same name. `lacks` decides in a fraction of a second whether a Python has what a task needs, also an old Python.
+An import of torch takes seconds, and a package can be absent, of another version, or another project of the same name.
+`lacks` checks in a fraction of a second whether this Python has the packages for a task. It also runs on old Pythons.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from typing import Any
 __all__ = ["MEGATRON_CORE", "NEEDS", "TORCH", "find_apex", "find_megatron", "find_torch", "lacks", "use_megatron_core"]
 
 PYTHON = (3, 12)
-MEGATRON_CORE = "0.19.2"  # tests ask for this release; what trains may be any that agrees in the first two numbers
-# The oldest and the newest release that the tests ran on. On Hopper and Blackwell, attention asks torch which flash
-# kernels are active, which 2.9 cannot tell.
+MEGATRON_CORE = "0.19.2"  # tests need this release; training needs a release with the same first two numbers
+# The oldest and the newest tested release. On Hopper and Blackwell, attention asks torch which flash kernels are
+# active; torch 2.9 cannot say.
 TORCH = ((2, 10), (2, 15))
 
 _TRAIN = ("einops", "jinja2", "matplotlib", "numpy", "packaging", "psutil", "rich", "tensorboard", "yaml")
-# Modules that a task imports, beside torch and Megatron-LM.
+# Modules that a task imports besides torch and Megatron-LM.
 NEEDS = {
     "train": _TRAIN,
     "test": (*_TRAIN, "hypothesis", "pytest", "scipy", "xdist"),
@@ -37,7 +37,7 @@ _DISTRIBUTIONS = {"yaml": "pyyaml", "xdist": "pytest-xdist"}
 
 
 def lacks(need: str) -> list[str]:
-    """What this Python has not of what a task needs, as a user would install it. need: a key of `NEEDS`."""
+    """The packages that a task needs and this Python lacks, by the names to install. need: a key of `NEEDS`."""
     if sys.version_info < PYTHON:
         return ["Python 3.12 or 3.13"]
     torch, megatron = find_torch(), find_megatron()
@@ -70,7 +70,7 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 def find_torch() -> dict[str, str | None]:
-    """version and cuda of the torch that would be imported, None each where there is none."""
+    """`version` and `cuda` of the torch that an import would find; None each if there is none."""
     spec = importlib.util.find_spec("torch")
     file = Path(spec.origin).parent / "version.py" if spec and spec.origin else None
     text = file.read_text(encoding="utf-8") if file and file.is_file() else ""
@@ -79,10 +79,10 @@ def find_torch() -> dict[str, str | None]:
 
 
 def use_megatron_core() -> str | None:
-    """Put what MEGATRON_CORE names on the path of this process and of those that it starts, before anything else.
+    """Put the megatron-core of the variable MEGATRON_CORE first on the path of this process and of its children.
 
-    It is a wheel, which is unpacked once, or a folder: a checkout, an unpacked wheel, or one that holds the wheel.
-    Returns the folder that is on the path, None where the variable is not set. Raises ValueError for anything else.
+    MEGATRON_CORE names a wheel, a checkout, an unpacked wheel, or a folder with the wheel. A wheel is unpacked once.
+    Returns the folder on the path; None if the variable is not set. Raises ValueError for anything else.
     """
     given = os.environ.get("MEGATRON_CORE")
     if not given:
@@ -102,7 +102,7 @@ def use_megatron_core() -> str | None:
 
 
 def _unpacked(wheel: Path) -> Path:
-    """The folder in which a wheel's files are: one for each user and wheel in the folder for temporary files."""
+    """The folder of a wheel's unpacked files: one for each user and wheel, in the folder for temporary files."""
     about = wheel.stat()
     base = Path(tempfile.gettempdir()) / f"megatron-balance-{os.getuid()}"
     base.mkdir(mode=0o700, exist_ok=True)
@@ -110,7 +110,7 @@ def _unpacked(wheel: Path) -> Path:
         raise ValueError(f"{base} belongs to another user; set TMPDIR to a folder of your own")
     folder = base / f"{wheel.stem}-{about.st_size}-{about.st_mtime_ns}"
     if not folder.is_dir():
-        with tempfile.TemporaryDirectory(dir=base) as made:  # ranks may do this at once
+        with tempfile.TemporaryDirectory(dir=base) as made:  # several ranks may unpack at once
             try:
                 zipfile.ZipFile(wheel).extractall(made)
             except zipfile.BadZipFile as error:
@@ -122,10 +122,10 @@ def _unpacked(wheel: Path) -> Path:
 
 
 def find_megatron() -> dict[str, Any]:
-    """Which megatron-core an import takes: of MEGATRON_CORE, else the first on the path, a checkout or a wheel.
+    """The megatron-core that an import would find: that of MEGATRON_CORE, else the first on the path.
 
-    Returns version (None when there is no core), core (its folder), training (whether `megatron.training` is there) and
-    dataset_helper: "compiled", "compiles at start" or "absent".
+    Returns version (None if there is no megatron-core), core (its folder), training (whether `megatron.training`
+    exists) and dataset_helper: "compiled", "compiles at start" or "absent".
     """
     use_megatron_core()
     spec = importlib.util.find_spec("megatron")
