@@ -9,26 +9,27 @@
 
 Planning:
 
-- sequence: one document of a packed batch; it attends to itself alone, causally.
-- area: query-key pairs under the causal mask, the cost of attention. Linear layers cost tokens.
+- sequence: one document of a packed batch. A token attends only to its own document, causally.
+- area: query-key pairs under the causal mask, the cost of attention. The cost of linear layers is tokens.
 - shard: tokens [start, stop) of one sequence on one rank.
-- layout: shards that hold every token once; a plan has one for attention and one for linear layers.
+- layout: shards that hold every token once. A plan has one layout for attention and one for linear layers.
 - remap: to send tokens from one layout to the other.
 - chunk: the unit in which the planner "chunks" cuts the ends of long sequences.
 - zone: where the planner "zones" keeps a sequence: on one rank, on ranks of one node, or on several nodes.
-- micro-batch: documents that pass through the pipeline together; a deal says which, over all micro-batches of a step.
-- exchange: "local", "ring" or "gather", how keys and values of a sequence reach the queries that see them.
+- micro-batch: documents that pass through the pipeline together.
+- deal: the micro-batch of each document of a step.
+- exchange: how keys and values of a sequence reach the queries that see them: "local", "ring" or "gather".
 
 Carrying a plan out (`engine`):
 
 - program: the steps of one rank in one layer: start a transfer group, wait for it, compute tasks.
 - transfer group: messages that start together on all ranks, for instance one round of all rings.
-- round, turn: the part of a ring, or of gathering, whose messages are under way together.
+- round: one step of a ring. turn: one part of a gather, whose messages are under way together.
 - workspace: rows of keys and values, one a token: the rank's own, then those that it receives.
 - run: adjacent tokens of one sequence on one rank.
-- task, piece: queries against keys that they see, fully or causally; a piece is a task inside a kernel's call.
+- task: a block of queries and the keys that they see, fully or causally. piece: a task inside a kernel's call.
 - call: all tasks of a step together, one launch of a kernel.
-- route, proxy, slice: a message between nodes is cut into parts, each sent by a proxy over its own NIC, in slices.
+- route: a message between nodes is cut into parts. A proxy sends each part over its own NIC, in slices.
 """
 
 from balancing.sequences.cost import StepCost, limit_seconds, step_cost

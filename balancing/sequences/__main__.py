@@ -1,4 +1,4 @@
-"""python -m balancing.sequences: there is no such command, and this says which ones there are."""
+"""python -m balancing.sequences: not a command; it names the commands that forecast and show the gain."""
 
 import sys
 

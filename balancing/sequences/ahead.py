@@ -1,8 +1,8 @@
-"""Plans and programs made ahead of the step that needs them, where the batch is made: in a data loader's worker.
+"""Plans and programs made in a data loader's worker, ahead of the step that needs them.
 
-A plan follows from the lengths of a batch alone, so every rank that reads the batch makes the same one without
-communication, while earlier steps run. The worker also compiles the plan for its rank; with routes between many nodes
-that takes longer than planning.
+A plan depends only on the lengths of a batch, so every rank that reads the batch makes the same plan without
+communication, while earlier steps run. The worker also compiles the plan for its rank, since with routes between many
+nodes compiling takes longer than planning.
 """
 
 import time
@@ -15,12 +15,11 @@ from balancing.sequences.sequence_plan import SequencePlan
 
 __all__ = ["Planned", "PlanningAhead", "zone_shares"]
 
-_KEPT = 64  # plans; mostly below a megabyte each, a few of them where many ranks gather
+_KEPT = 64  # plans, mostly below a megabyte each; a few megabytes where many ranks gather
 
 
 class Planned(NamedTuple):
-    """A plan, what was compiled of it for one rank, and the milliseconds that both took to make: 0 where they were
-    known."""
+    """A plan, its compiled program for one rank, and the milliseconds that both took to make: 0 if they were kept."""
 
     plan: SequencePlan
     program: Any
@@ -28,10 +27,10 @@ class Planned(NamedTuple):
 
 
 class PlanningAhead:
-    """Makes plans and programs and keeps the latest. It is pickled into the workers of a data loader.
+    """Makes plans and programs and keeps the latest 64. It is pickled into the workers of a data loader.
 
     plan: makes a plan from lengths [sequence], deterministically.
-    compile: makes the program of this rank from a plan, or programs of several kinds of layers; they can be pickled.
+    compile: makes this rank's program from a plan, or a program for each kind of layers. Its result can be pickled.
     """
 
     def __init__(
@@ -43,7 +42,7 @@ class PlanningAhead:
         self._known: OrderedDict[tuple[int, ...], tuple[SequencePlan, Any]] = OrderedDict()
 
     def __call__(self, lengths: Sequence[int]) -> Planned:
-        """For a batch with sequences of `lengths` tokens, each at least 1."""
+        """The plan and program of a batch. lengths: tokens of each sequence, at least 1."""
         key, begin = tuple(lengths), time.perf_counter()
         if key not in self._known:
             plan = self._plan(key)
@@ -56,7 +55,10 @@ class PlanningAhead:
 
 
 def zone_shares(plans: Sequence[SequencePlan], cluster: Cluster) -> dict[str, float]:
-    """Shares of all tokens in sequences that lie on one rank, on ranks of one node, and on several nodes."""
+    """Shares, from 0 to 1, of all tokens by where their sequence lies.
+
+    Keys: "local_share" (one rank), "intra_node_share" (ranks of one node), "inter_node_share" (several nodes).
+    """
     tokens = dict.fromkeys(("local", "intra_node", "inter_node"), 0)
     for plan in plans:
         for sequence, length in enumerate(plan.lengths):

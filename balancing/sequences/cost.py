@@ -1,26 +1,23 @@
 """Cost of a plan of sequences in seconds and bytes, and the least cost of its batch.
 
-Attention costs query-key pairs in tiles of 128 x 128, as flash attention computes them, so a shard of ten tokens costs
-a tile for every 128 keys. Linear layers cost tokens. Keys and values travel under attention's compute, but not all the
-time: computation starts only once some keys have arrived, and the last gradients leave after it has ended. Remapping of
-tokens overlaps with nothing. Link times are those of `traffic`.
+Times are of forward and backward of one micro-batch, without activation recomputation.
 
-Times are of forward and backward of one micro-batch, without recomputation. Backward computes attention 2.5 times
-(flash attention recomputes scores) and linear layers twice; keys and values travel again, and their gradients travel
-back, on a ring inside a node as float32 sums.
-
-With multi-latent attention a token's latent travels in the place of its keys and values, except in a window. Every
-rank that receives it projects it, forward and once more backward, where the projection's gradients are twice as much
-again.
-
-Layers with a sliding window cost what their own plan does (`window`): tiles outside of the window are neither computed
-nor sent.
-
-Gathered keys enter a node once and are copied inside it; their gradients leave it once (`traffic`).
-
-Besides, every kernel costs the device a launch, every round of keys the latency of a message, and every operation the
-host, which must start all of a layer's, attention and the rest, in no more time than the device takes for them
-(`rounds`; `Cluster.launch_seconds`, `message_seconds`, `host_seconds`).
+- Attention costs query-key pairs in tiles of 128 x 128, as flash attention computes them, so a shard of ten tokens
+  costs a tile for every 128 keys. Backward costs 2.5 times forward, since flash attention recomputes scores.
+- Linear layers cost tokens. Backward costs twice forward.
+- Transfers of keys and values overlap with attention's compute, except the first and the last: compute starts once
+  some keys have arrived, and the last gradients leave after it has ended. Backward sends keys and values again, and
+  their gradients back; on a ring inside a node the gradients are float32 sums. Gathered keys enter a node once and are
+  copied inside it; their gradients leave it once. Link times are those of `traffic`.
+- Remapping of tokens overlaps with nothing.
+- Multi-latent attention sends a token's latent in place of its keys and values, except in layers with a sliding window.
+  Every rank that receives a latent projects it, in forward and again in backward. The gradients of the projection cost
+  twice a projection.
+- Layers with a sliding window follow a plan of their own (`window`). Tiles outside of the window are neither computed
+  nor sent.
+- Every kernel costs the device a launch, every round of keys costs the latency of a message, and the host needs time to
+  start each operation of a layer (`rounds`; `Cluster.launch_seconds`, `message_seconds`, `host_seconds`). If the host
+  needs longer than the device, the step takes the host's time.
 """
 
 from collections.abc import Collection, Sequence
@@ -55,16 +52,16 @@ TILE = 128
 _BYTES = 2  # of bf16
 _ATTENTION_ACHIEVED = 0.6  # FLOP/s of flash attention over those of large matrix products: 0.57 on H200, 0.72 on A800
 _ATTENTION_BACKWARD, _LINEAR_BACKWARD = 2.5, 2.0  # over forward
-# Of gathering: share of transfers that is exposed although there is compute enough, that of the first keys and the last
-# gradients, and share of compute that hides transfers, since turns wait for each other. So the simulated programs do
-# within 4 % of a step (`python -m benchmarks.sequences.simulated`).
+# Gathering only. _NEVER_HIDDEN: share of transfers that is exposed even with enough compute (the first keys, the last
+# gradients). _HIDES: share of compute that hides transfers, since turns wait for each other. With both, the modelled
+# step is within 4 % of the simulated programs (`python -m benchmarks.sequences.simulated`).
 _NEVER_HIDDEN, _HIDES = 0.15, 0.85
-# Least share of attention's time to save by routing. Hops have a cost: below this nothing was saved on the emulated
-# cluster (benchmarks/log/2026-11-20-sequences-emulated.md).
+# Least share of attention's time that routing must save. Hops have a cost: below this share, routing saved nothing on
+# the emulated cluster (benchmarks/log/2026-11-20-sequences-emulated.md).
 _ROUTING_SAVES = 0.2
-_REST = 75  # operations of the host for the rest of a dense layer, about 25 forward and 50 backward
-_PROJECTION = 10  # operations of a round whose keys are projected from latents, 3 forward and 7 backward
-_SUM_WIDTH = 2.0  # bytes of a key's gradient over those of a key, in float32 as rings sum them inside a node
+_REST = 75  # operations of a dense layer outside attention, about 25 forward and 50 backward
+_PROJECTION = 10  # operations of a round to project keys from latents, 3 forward and 7 backward
+_SUM_WIDTH = 2.0  # bytes of a key's gradient (float32, as rings sum them inside a node) over those of a key
 
 
 _SUMS = ("attention", "exchange", "exposed", "remap", "launch", "host")  # over layers
@@ -74,14 +71,15 @@ _SUMS = ("attention", "exchange", "exposed", "remap", "launch", "host")  # over 
 class StepCost:
     """Seconds of forward and backward of one micro-batch through all layers, on the slowest rank or link.
 
-    attention: compute of attention, and of projecting latents that were received.
+    attention: compute of attention, and of projecting received latents.
     exchange: transfers of keys, values and their gradients.
     exposed: the part of `exchange` that compute of attention does not hide.
     linear: compute of all other layers.
     remap: transfers between the two layouts.
-    launch: of the kernels of attention, on the device.
-    host: in which the host starts all operations, attention's and the rest.
-    launches: of attention in one layer, forward: calls, merges, copies and conversions; of the kind that has more.
+    launch: launches of the kernels of attention, on the device.
+    host: time of the host to start all operations of all layers.
+    launches: number of launches of attention in one layer, forward: calls, merges, copies and conversions. Of layers
+        with and without a window, the kind with more.
     """
 
     attention: float
@@ -95,12 +93,12 @@ class StepCost:
 
     @property
     def device(self) -> float:
-        """Seconds of the slowest rank's device, if its host keeps up."""
+        """Seconds of the slowest rank's device if the host keeps up."""
         return self.attention + self.exposed + self.linear + self.remap + self.launch
 
     @property
     def total(self) -> float:
-        """Seconds of the step: of the device, or of the host if it takes longer."""
+        """Seconds of the step: those of the device or of the host, whichever takes longer."""
         return max(self.device, self.host)
 
 
@@ -118,10 +116,10 @@ def step_cost(
     plan: of the batch.
     cluster: of at least the plan's ranks.
     shape: the model.
-    routed: whether what leaves a node is spread over all its NICs; None for whichever is quicker.
-    remapped: whether linear layers use the plan's linear layout; otherwise they use attention's.
-    gradient_width: bytes of a key's gradient over those of a key; None for what the engine sends. Other systems mostly
-        send bf16, which is 1.
+    routed: whether traffic that leaves a node is spread over all NICs of the node; None for the quicker way.
+    remapped: whether linear layers use the plan's linear layout; otherwise they use the layout of attention.
+    gradient_width: bytes of a key's gradient over those of a key; None for what our engine sends. 1 is bf16, as most
+        other systems send.
 
     Raises ValueError for a plan with more ranks than the cluster.
     """
@@ -137,7 +135,7 @@ def step_cost(
 
 
 def _projection_seconds(moved: LinkTokens, cluster: Cluster, shape: AttentionShape) -> float:
-    """Seconds in which the rank that receives most latents projects them in one layer, forward and backward."""
+    """Seconds of projecting received latents in one layer, forward and backward, on the rank that receives most."""
     assert shape.latent is not None
     most = moved.needed.max(initial=0.0)
     numbers = shape.latent.size * shape.kv_heads * (shape.head_size - shape.latent.shared + shape.value_size)
@@ -152,8 +150,10 @@ def _layers_cost(
     routed: bool | None,
     gradient_width: float | None,
 ) -> StepCost:
-    """The cost of attention in `layers` layers of one kind, with the host's operations for their other modules. The
-    other parameters are as in `step_cost`."""
+    """The cost of attention in `layers` layers of one kind (with or without a window).
+
+    The host's seconds include those of the layers' other modules. The other parameters are as in `step_cost`.
+    """
     latents = shape.latent is not None and plan.window is None
     moved = plan_links(plan, cluster, in_step=True)
     token_bytes = latent_bytes(shape) if latents else kv_bytes(shape)
@@ -169,7 +169,7 @@ def _layers_cost(
     if plan.remapped:
         of_head = shape.head_size + shape.value_size
         numbers = (shape.heads + shape.kv_heads) * of_head  # q, k and v to attention; its output back
-        remap = traffic_seconds(remap_traffic(plan), numbers * _BYTES, cluster, routed)  # both ways are equally long
+        remap = traffic_seconds(remap_traffic(plan), numbers * _BYTES, cluster, routed)  # backward takes as long
     return StepCost(
         attention=layers * ((1 + _ATTENTION_BACKWARD) * compute + projection),
         exchange=layers * sum(exchange),
@@ -192,8 +192,8 @@ def kv_seconds(
 ) -> tuple[float, float]:
     """Seconds of transfers of keys and values in one layer: forward, and backward with their gradients.
 
-    moved: what links carry forward.
-    exchange: of each sequence; if any is on a ring, gradients count as those of rings.
+    moved: tokens on links in forward.
+    exchange: of each sequence; if any sequence is on a ring, all gradients count as on rings.
     token_bytes: bytes of one token's keys and values.
     cluster, routed: as in `traffic.traffic_seconds`.
     gradient_width: as in `step_cost`.
@@ -202,7 +202,7 @@ def kv_seconds(
     near_width = far_width = gradient_width or 1.0
     if gradient_width is None and "ring" in exchange:
         near_width = _SUM_WIDTH
-    # On a ring gradients follow their keys. Else they go back from ranks that received keys to those that sent them.
+    # On a ring gradients go the same way as keys. Gathered keys' gradients go back to the ranks that sent the keys.
     way = 1 if "ring" in exchange else -1
     near, far = moved.near + near_width * moved.near[::way], moved.far + far_width * moved.far[::way]
     return forward, link_tokens_seconds(near, far, token_bytes, cluster, routed)
@@ -211,7 +211,7 @@ def kv_seconds(
 def routing_pays(
     plan: SequencePlan, cluster: Cluster, *, kv_bytes: int, remap_bytes: int, flops_of_pair: float
 ) -> bool:
-    """Whether spreading what leaves a node over all its NICs saves enough of attention's time.
+    """Whether routing, to spread traffic between nodes over all NICs, saves enough of attention's time.
 
     plan: of the batch.
     cluster: of the plan's ranks.
@@ -231,7 +231,10 @@ def routing_pays(
 
 
 def limit_seconds(lengths: Sequence[int], cluster: Cluster, shape: AttentionShape) -> float:
-    """Seconds of the physical limit: the batch's exact FLOPs spread evenly over all ranks, all transfers hidden."""
+    """Seconds of the physical limit: the batch's exact FLOPs spread evenly over all ranks, all transfers hidden.
+
+    lengths: tokens of each sequence.
+    """
     pairs: float = causal_area(lengths)
     if shape.window is not None:
         pairs += (causal_area(lengths, shape.window) - pairs) * shape.windowed_layers / shape.layers
@@ -240,39 +243,40 @@ def limit_seconds(lengths: Sequence[int], cluster: Cluster, shape: AttentionShap
 
 
 def attention_seconds(pairs: float, cluster: Cluster, shape: AttentionShape) -> float:
-    """Seconds in which one rank computes `pairs` query-key pairs in all layers, forward and backward."""
+    """Seconds of one rank to compute `pairs` query-key pairs in all layers, forward and backward."""
     return shape.layers * (1 + _ATTENTION_BACKWARD) * hidden_seconds(pairs, cluster, shape)
 
 
 def hidden_seconds(pairs: float, cluster: Cluster, shape: AttentionShape) -> float:
-    """Seconds in which one rank computes `pairs` query-key pairs in one layer, forward; they hide as much transfer."""
+    """Seconds of one rank to compute `pairs` query-key pairs in one layer, forward. As many of transfer are hidden."""
     return pairs * pair_flops(shape.heads, shape.head_size, shape.value_size) / (cluster.flops * _ATTENTION_ACHIEVED)
 
 
 def kv_bytes(shape: AttentionShape) -> int:
-    """Bytes of one token's keys and values in one layer, in bf16. Grouped queries make them fewer."""
+    """Bytes of one token's keys and values in one layer, in bf16."""
     return shape.kv_heads * (shape.head_size + shape.value_size) * _BYTES
 
 
 def latent_bytes(shape: AttentionShape) -> int:
-    """Bytes of one token's latent and shared part of keys in one layer, in bf16, on all tensor-parallel ranks."""
+    """Bytes of one token's latent and shared part of its key in one layer, in bf16, over all tensor-parallel ranks."""
     assert shape.latent is not None
     return (shape.latent.size + shape.latent.shared) * shape.latent.copies * _BYTES
 
 
 def linear_seconds(tokens: float, cluster: Cluster, shape: AttentionShape) -> float:
-    """Seconds in which one rank computes all linear layers of `tokens`, forward and backward, with a gated MLP."""
+    """Seconds of one rank to compute all linear layers for `tokens` tokens, forward and backward, with a gated MLP."""
     width = (shape.heads + shape.kv_heads) * (shape.head_size + shape.value_size)  # of q and the output, of k and v
     parameters = shape.hidden * (width + 3 * shape.ffn_hidden)
     return shape.layers * (1 + _LINEAR_BACKWARD) * 2 * parameters * tokens / cluster.flops
 
 
 def hidden_tokens(cluster: Cluster, shape: AttentionShape, bandwidth: float) -> float:
-    """Tokens on a rank of a ring for which computing a round takes as long as sending the next, forward.
+    """Tokens of each rank of a ring at which computing a round takes as long as sending the next round, forward.
 
     Compute is quadratic and communication linear: a round of a causal zig-zag ring with c tokens a rank computes
-    2 c^2 heads x head_size FLOPs and sends 2 c kv_heads x head_size numbers. bandwidth: bytes/s of the ring's slowest
-    link; 0 tokens if it is infinite.
+    2 c^2 heads x head_size FLOPs and sends 2 c kv_heads x head_size elements.
+
+    bandwidth: bytes/s of the ring's slowest link. With an infinite bandwidth the result is 0.
     """
     flops = cluster.flops * _ATTENTION_ACHIEVED
     return kv_bytes(shape) / bandwidth / (pair_flops(shape.heads, shape.head_size, shape.value_size) / 2 / flops)
@@ -281,14 +285,14 @@ def hidden_tokens(cluster: Cluster, shape: AttentionShape, bandwidth: float) -> 
 def tile_area(plan: SequencePlan) -> np.ndarray:
     """float64 [rank], query-key pairs that a rank computes in attention, in whole tiles.
 
-    On a zig-zag ring a rank computes its own tokens at once. In each round either all of its queries meet half of the
-    keys that came, or half of them all of these keys. Short sequences do not fill such tiles.
+    On a zig-zag ring a rank computes its own tokens in one call. In each round either all of its queries see half of
+    the received keys, or half of its queries see all of them. Short sequences do not fill such tiles.
     """
     sequence, start, stop, rank = plan.table.T
     rows = -(-(stop - start) // TILE)
     # Rows of tiles end at start + 128, start + 256, ..., stop, and reach back to key 0.
     tiles = (rows - 1) * -(-start // TILE) + rows * (rows - 1) // 2 + -(-stop // TILE)
-    if plan.window is not None:  # less those before the window of a row's first query
+    if plan.window is not None:  # subtract the tiles before the window of a row's first query
         before = (start - plan.window) // TILE
         out = np.maximum(rows - np.maximum(-before, 0), 0)  # rows with such tiles
         tiles -= out * np.maximum(before, 0) + out * (out - 1) // 2
@@ -303,7 +307,7 @@ def tile_area(plan: SequencePlan) -> np.ndarray:
 def _exposed(plan: SequencePlan, exchange: tuple[float, float], compute: float) -> float:
     """Seconds of the exchange in one layer that compute does not hide. compute: seconds of the forward pass.
 
-    On a ring the last keys are computed when none are under way any more, and then the last round of gradients leaves.
+    On a ring no transfer overlaps with the compute of the last keys, and the last round of gradients leaves after it.
     """
     forward, backward = exchange
     rings = [len(plan.ring(number)) for number, how in enumerate(plan.exchange) if how == "ring"]
@@ -319,5 +323,5 @@ def _exposed(plan: SequencePlan, exchange: tuple[float, float], compute: float) 
 
 
 def pair_flops(heads: int, head_size: int, value_size: int | None = None) -> float:
-    """FLOPs of one query-key pair in one layer, forward: scores and values, of heads of these sizes."""
+    """FLOPs of one query-key pair in one layer, forward, for scores and values. value_size: head_size by default."""
     return 2.0 * heads * (head_size + (head_size if value_size is None else value_size))

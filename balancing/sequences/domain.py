@@ -1,9 +1,9 @@
-"""Which ranks share micro-batches: the context-parallel ranks of one data-parallel rank, or of all.
+"""Choice of the domain, the ranks that share micro-batches: context-parallel ranks of one data-parallel rank or of all.
 
-Alone, a data-parallel rank whose samples have the longest documents keeps the others waiting: at the reduction of
-gradients once a step, and where experts exchange tokens in every micro-batch. Ranks that share their micro-batches are
-level, but keys and values of the same documents go to more ranks, on more nodes. Both are in the costs of plans
-(`cost`), so both domains are planned for a few micro-batches of the training set, and the quicker one is taken.
+With domain "context", the data-parallel rank with the longest documents keeps the others waiting: once a step at the
+reduction of gradients, and in every micro-batch at the all-to-all of experts. With domain "data" all ranks are
+balanced, but keys and values of a document go to more ranks, on more nodes. The cost model (`cost`) has both effects,
+so both domains are planned for a few micro-batches of the training set, and the quicker domain is taken.
 """
 
 import math
@@ -21,22 +21,22 @@ from balancing.sequences.sequence_plan import AttentionShape
 
 __all__ = ["WORTH", "DomainChoice", "DrawnSteps", "choose_domain", "planned_ranks"]
 
-# Least share of a step to save by the wider domain, whose exchange crosses more links than the model was checked on.
+# Least share of a step that domain "data" must save: its exchange crosses more links than the model was checked on.
 WORTH = 0.02
 _PLANNED = {"context": 8, "data": 2}  # micro-batches
-_MOST_RANKS = 512  # of a group that is planned; a wider one has the same exchange on each rank
-_TRIALS = 200  # steps drawn, whose slowest rank is looked for
-_MOST_DRAWN = 1_000_000  # numbers in all trials together
+_MOST_RANKS = 512  # that are planned; each rank of a wider group has the same exchange
+_TRIALS = 200  # steps drawn to find the mean time of the slowest rank
+_MOST_DRAWN = 1_000_000  # samples in all trials together
 
 
 @dataclass(frozen=True)
 class DrawnSteps:
     """Steps as Megatron-LM draws them.
 
-    samples: [sample], lengths of the documents of samples of the training set, drawn at random.
+    samples: [sample], document lengths in tokens of random samples of the training set.
     micro_batch_size: samples in a micro-batch of one data-parallel rank.
     micro_batches: of a step, on each data-parallel rank.
-    waiting: data-parallel ranks that wait for each other in every micro-batch, those of an expert-parallel group.
+    waiting: data-parallel ranks of one expert-parallel group, which wait for each other in every micro-batch.
 
     Raises ValueError for no samples.
     """
@@ -53,8 +53,10 @@ class DrawnSteps:
 
 @dataclass(frozen=True)
 class DomainChoice:
-    """The domain to take, and modelled seconds of the micro-batches of a step in each, on the slowest rank, without
-    gradients and pipeline."""
+    """The domain to take, and the modelled seconds of a step with either domain.
+
+    The seconds are those of all micro-batches on the slowest rank, without gradient reduction and pipeline.
+    """
 
     domain: str
     context_seconds: float
@@ -64,15 +66,15 @@ class DomainChoice:
 def choose_domain(
     steps: DrawnSteps, context: Cluster, domain: Cluster, *, shape: AttentionShape, method: str = "chunks"
 ) -> DomainChoice:
-    """The domain "context" or "data" for a job, the same for the same arguments.
+    """The domain "context" or "data" for a job; deterministic.
 
     steps: of the job.
     context: the context-parallel ranks of one data-parallel rank.
-    domain: the same of all data-parallel ranks, a multiple of them.
+    domain: the context-parallel ranks of all data-parallel ranks.
     shape: the model.
     method: of `plan_sequences`.
 
-    Raises ValueError for a domain that is no multiple of the context-parallel ranks.
+    Raises ValueError if the ranks of `domain` are not a multiple of those of `context`.
     """
     samples, micro_batches = steps.samples, steps.micro_batches
     data_ranks, left = divmod(domain.world_size, context.world_size)
@@ -82,8 +84,8 @@ def choose_domain(
     alone = np.array([document_seconds(sample, context, shape).sum() for sample in samples])
 
     def beside_work(cluster: Cluster, batches: int) -> tuple[float, float]:
-        """Means of planned micro-batches: the device's seconds beyond those of the same work, level and without
-        exchange; the host's."""
+        """Mean seconds of planned micro-batches: of the device beyond the same work perfectly balanced and without
+        exchange, and of the host."""
         ranks = cluster.world_size // context.world_size
         drawn = generator.integers(len(samples), size=(batches, ranks * steps.micro_batch_size))
         device = host = 0.0
@@ -95,7 +97,7 @@ def choose_domain(
 
     planned = planned_ranks(data_ranks, context.world_size, domain.ranks_per_node, _MOST_RANKS)
     nodes = -(-planned // domain.ranks_per_node)
-    if planned % nodes:  # as `cluster_of` of a run has it
+    if planned % nodes:  # as `cluster_of` does in a run
         nodes = 1
     narrow = domain.relabel(nodes, planned // nodes)
 
@@ -114,11 +116,11 @@ def choose_domain(
 
 
 def planned_ranks(data_ranks: int, context: int, per_node: int, most: int) -> int:
-    """Ranks of a domain that are planned for its cost: those of a group, and of a large one about `most`, whole nodes
-    and whole context-parallel groups.
+    """Number of ranks of a domain to plan for its cost: one group of the domain (`planners.groups`), at most about
+    `most` ranks, in whole nodes and whole context-parallel groups.
 
     data_ranks: data-parallel ranks of the domain.
-    context: context-parallel ranks of each.
+    context: context-parallel ranks of each data-parallel rank.
     per_node: ranks of the domain on a node.
     """
     ranks, unit = data_ranks // number_of_groups(data_ranks) * context, math.lcm(per_node, context)

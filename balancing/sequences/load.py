@@ -1,7 +1,7 @@
 """Load of sequences on ranks: linear layers cost tokens, attention costs the area under the causal mask.
 
-A document of l tokens has l (l + 1) / 2 query-key pairs, so one long document costs as much attention as many short
-ones that have many more tokens together (Zeppelin, arXiv 2509.21841, section 2).
+A document of l tokens has l (l + 1) / 2 query-key pairs, so one long document costs as much attention as short
+documents with many more tokens together (Zeppelin, arXiv 2509.21841, section 2).
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ __all__ = ["area_of_first", "causal_area", "zigzag_area", "zigzag_areas"]
 
 
 def causal_area(lengths: Sequence[int] | np.ndarray, window: int | None = None) -> int:
-    """Query-key pairs of documents of `lengths` tokens [document], each attending to itself alone, causally.
+    """Query-key pairs of documents of `lengths` tokens [document], under a causal mask within each document.
 
     window: tokens before itself that a token sees; None for all.
     """
@@ -28,11 +28,12 @@ def area_of_first(tokens: np.ndarray, window: int | None = None) -> np.ndarray:
 
 
 def zigzag_areas(lengths: Sequence[int] | np.ndarray, ranks: int, window: int | None = None) -> np.ndarray:
-    """int64 [rank]: query-key pairs whose queries fall on each of `ranks` context-parallel ranks.
+    """int64 [rank]: query-key pairs whose queries are on each of `ranks` context-parallel ranks.
 
-    The packed sequence of documents of `lengths` tokens [document] is cut into 2 x ranks equal chunks; a rank holds
-    chunks `rank` and `2 x ranks - 1 - rank`, as in Megatron-LM; one rank holds all. window: as in `causal_area`. Raises
-    ValueError if the tokens do not divide into equal chunks.
+    The packed sequence of documents of `lengths` tokens [document] is cut into 2 x ranks equal chunks. As in
+    Megatron-LM, a rank holds chunks `rank` and `2 x ranks - 1 - rank`. window: as in `causal_area`.
+
+    Raises ValueError if the tokens do not divide into equal chunks.
     """
     tokens = np.asarray(lengths, dtype=np.int64)
     if ranks == 1:
@@ -50,5 +51,5 @@ def zigzag_areas(lengths: Sequence[int] | np.ndarray, ranks: int, window: int | 
 
 
 def zigzag_area(lengths: Sequence[int] | np.ndarray, rank: int, ranks: int) -> int:
-    """The area of one `rank` of `zigzag_areas`; raises what that raises."""
+    """The area of `rank` in `zigzag_areas`. Raises ValueError as `zigzag_areas` does."""
     return int(zigzag_areas(lengths, ranks)[rank])

@@ -1,11 +1,12 @@
-"""Plans of micro-batches: which documents of a step run together, from their lengths alone.
+"""Plans of micro-batches: the micro-batch of each document of a step, from the documents' lengths.
 
-A pipeline stage runs its micro-batches one after another, and all stages wait for the slowest. Sequences packed to one
-number of tokens have equal work in linear layers and very unequal work in attention, so documents are dealt anew over
-the micro-batches of a step. WLB-LLM (OSDI 2025) packs so too, but moves documents to later steps.
+A pipeline stage runs its micro-batches one after another, and all stages wait for the slowest micro-batch. Sequences
+packed to the same number of tokens have equal work in linear layers and very unequal work in attention, so the
+documents of a step are redistributed over its micro-batches. WLB-LLM (OSDI 2025) does the same, but also moves
+documents to later steps.
 
-Like a plan of sequences (`plan`) it follows from the lengths, the cluster and the model's shape, so every rank makes
-the same one without communication, ahead of the step.
+The plan depends only on the lengths, the cluster and the model's shape, as a plan of sequences does (`plan`). So every
+rank makes the same plan without communication, ahead of the step.
 """
 
 import math
@@ -25,7 +26,7 @@ from balancing.sequences.sequence_plan import AttentionShape
 
 __all__ = ["MICRO_BATCH_ROOM", "MicroBatchPlan", "deal_whole", "document_seconds", "plan_micro_batches"]
 
-MICRO_BATCH_ROOM = 1.25  # tokens of the fullest micro-batch over the mean, without a capacity
+MICRO_BATCH_ROOM = 1.25  # most tokens of a micro-batch over the mean, without a capacity
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class MicroBatchPlan:
     """The micro-batch of each document of a step.
 
     lengths: tokens of each document.
-    seconds: of each document in all layers, forward and backward, if its work were even over the ranks.
+    seconds: of each document in all layers, forward and backward, with its work spread evenly over the ranks.
     micro_batch: of each document, from 0.
     micro_batches: of the step.
     method: the planner that made the plan.
@@ -68,7 +69,7 @@ class MicroBatchPlan:
 
     @cached_property
     def tokens(self) -> np.ndarray:
-        """int64 [micro-batch]."""
+        """int64 [micro-batch], tokens of its documents."""
         total = np.zeros(self.micro_batches, dtype=np.int64)
         np.add.at(total, list(self.micro_batch), self.lengths)
         return total
@@ -80,14 +81,15 @@ class MicroBatchPlan:
 
     @property
     def imbalance(self) -> float:
-        """The most expensive micro-batch over the mean."""
+        """Cost of the most expensive micro-batch over the mean cost."""
         return float(self.cost.max() / self.cost.mean())
 
 
 def document_seconds(lengths: Sequence[int] | np.ndarray, cluster: Cluster, shape: AttentionShape) -> np.ndarray:
-    """float64 [document], seconds of forward and backward in all layers, the work even over the cluster's ranks.
+    """float64 [document], seconds of forward and backward in all layers, the work spread evenly over the ranks.
 
-    lengths: tokens of each document. Attention costs tiles, as in `cost`; layers with a sliding window cost theirs.
+    lengths: tokens of each document. Attention costs tiles as in `cost`; in layers with a sliding window only tiles
+        inside the window.
     """
     tokens = np.asarray(lengths, dtype=np.int64)
     rows = -(-tokens // TILE)
@@ -113,21 +115,22 @@ def plan_micro_batches(
 ) -> MicroBatchPlan:
     """The micro-batch of every document of a step: equal cost within a capacity.
 
-    Micro-batches are numbered so that cheap ones run first and last. With `step`, the plan is the quickest of that
-    deal, of one whose costs rise to a level and fall (`planners.slopes`), and of the drawn one in the first's order.
+    Micro-batches are numbered so that cheap ones run first and last. With `step`, the plan is the quickest of three:
+    micro-batches of equal cost, micro-batches that are cheaper in warm-up and cool-down (`planners.slopes`), and the
+    drawn micro-batches, reordered with cheap ones first and last.
 
     lengths: tokens of each document, at least one.
     micro_batches: of the step, at most as many as documents.
     cluster: the ranks over which each micro-batch is spread, usually those of a context-parallel group.
     shape: the model, for costs.
-    token_capacity: most tokens of a micro-batch on each of these ranks; None for 1.25 times the mean, or what the
-        longest document or the fullest drawn micro-batch takes, or for the mean and the longest document where few
-        documents do not fit otherwise.
-    drawn: micro-batch of each document as it was drawn, within the capacity; it stays if no deal costs less.
-    step: costs of micro-batches, float64 [micro-batch], -> seconds of a step.
+    token_capacity: most tokens of a micro-batch on each of these ranks. None: all ranks together hold 1.25 times the
+        mean, or the longest document or the fullest drawn micro-batch if that is more; if documents do not fit so, the
+        mean plus the longest document.
+    drawn: micro-batch of each document as it was drawn, within the capacity. It is kept if no other plan costs less.
+    step: a function from costs of micro-batches, float64 [micro-batch], to seconds of a step.
 
     Raises ValueError for fewer documents than micro-batches, lengths below 1, a capacity below 1, below the mean
-    or below the longest document, and documents for which no deal within the capacity is found.
+    or below the longest document, and documents for which no plan within the capacity is found.
     """
     checked = checked_lengths(lengths)
     if not 1 <= micro_batches <= len(checked):
@@ -158,14 +161,14 @@ def plan_micro_batches(
 def deal_whole(
     seconds: np.ndarray, micro_batches: int, step: Callable[[np.ndarray], float] | None = None
 ) -> np.ndarray:
-    """int64 [part], the micro-batch of a step in which each of its parts runs: equally many in each, costs as equal as
+    """int64 [part], the micro-batch of each part of a step: equally many parts in each micro-batch, costs as equal as
     that allows, and cheap micro-batches first and last.
 
-    seconds: [part], of parts with as many tokens each, in the order in which they were drawn.
-    micro_batches: of the step, which divide the parts.
-    step: as in `plan_micro_batches`; costs then rise to a level and fall where that is quicker.
+    seconds: [part], costs of parts in the order in which they were drawn. All parts have the same number of tokens.
+    micro_batches: of the step.
+    step: as in `plan_micro_batches`. With it, micro-batches of warm-up and cool-down are cheaper where that is quicker.
 
-    Raises ValueError if the micro-batches do not divide the parts.
+    Raises ValueError if the number of parts is not a multiple of `micro_batches`.
     """
     costs, ones = whole_costs(seconds), np.ones(len(seconds), dtype=np.int64)
     deal = _as_hill(deal_areas(costs, micro_batches), costs, micro_batches)
@@ -177,7 +180,7 @@ def deal_whole(
 
 
 def _as_hill(deal: np.ndarray, costs: np.ndarray, micro_batches: int) -> np.ndarray:
-    """The deal with other numbers of micro-batches, so that cheap ones run first and last."""
+    """The deal with micro-batches renumbered so that cheap ones run first and last."""
     place = np.empty(micro_batches, dtype=np.int64)
     place[hill_order(np.bincount(deal, costs, micro_batches))] = np.arange(micro_batches)
     return place[deal]
@@ -191,9 +194,12 @@ def _on_slopes(
     most: float,
     step: Callable[[np.ndarray], float],
 ) -> np.ndarray | None:
-    """A deal whose costs rise to a level, at most `most` times the mean, and fall; None where that is no quicker, or no
-    deal is found. The other parameters are those of `balanced_deal`, and `step` that of `plan_micro_batches`."""
-    targets = slope_targets(micro_batches, step, math.floor(most * 50) / 50)  # so that searches are few
+    """A deal whose costs rise in warm-up to at most `most` times the mean, stay equal, and fall in cool-down.
+
+    None if that is no quicker or no such deal is found. step: as in `plan_micro_batches`. The other parameters are
+    those of `balanced_deal`.
+    """
+    targets = slope_targets(micro_batches, step, math.floor(most * 50) / 50)  # rounded, so that few searches are made
     if targets.max() == 1.0:
         return None
     before = np.rint((targets.max() - targets) * (costs.sum() / micro_batches)).astype(np.int64)

@@ -1,7 +1,7 @@
 """Plans of sequences: the rank of each token, from the lengths of a batch.
 
-A plan follows from the lengths, the cluster and the model's shape alone, so every rank makes the same one without
-communication. It can also be made ahead, in a data loader's worker (`balancing.sequences.ahead`).
+A plan depends only on the lengths, the cluster and the model's shape, so every rank makes the same plan without
+communication. A data loader's worker can make it before the step that needs it (`balancing.sequences.ahead`).
 """
 
 import difflib
@@ -27,7 +27,7 @@ Method = Literal["chunks", "zones", "ring", "gather"]
 METHODS: tuple[str, ...] = get_args(Method)
 DEFAULT_CHUNK = 512
 
-# Most tokens of a rank in attention over the mean, for zones without a capacity.
+# Of method "zones" without a capacity: the most tokens of a rank in attention over the mean.
 _ZONES_ROOM = 1.5
 
 
@@ -50,17 +50,18 @@ def plan_sequences(
     chunk: granularity at which "chunks" cuts long sequences, in tokens; 512 by default, less where balance needs it.
 
     Methods:
-    - "chunks": one layout, balanced in tokens and in area, that of layers without a window. Keys and values of a cut
-      sequence are gathered, once a node.
-    - "zones": Zeppelin's, balanced in area, with tokens remapped for linear layers. Without a capacity a rank holds at
-      most 1.5 times the mean in attention. If sequences do not pack into a tight capacity, all are cut over all ranks.
-    - "ring", "gather": every sequence over all ranks.
+    - "chunks": one layout for attention and linear layers, balanced in tokens and in area. The area is that of layers
+      without a sliding window. Keys and values of a cut sequence are gathered, once a node.
+    - "zones": Zeppelin's. Attention is balanced in area, and tokens are remapped for linear layers. Without a capacity
+      a rank holds at most 1.5 times the mean in attention. If sequences do not pack into the capacity, every sequence
+      is cut over all ranks.
+    - "ring", "gather": every sequence is cut over all ranks.
 
-    Every method gives linear layers the same number of tokens on every rank, up to one. With fewer tokens than ranks
-    some ranks are empty. On one rank everything is local.
+    With every method the ranks' tokens in linear layers differ by at most one. With fewer tokens than ranks some ranks
+    are empty. On one rank everything is local.
 
-    Raises ValueError for an unknown method, no lengths, lengths below 1, a capacity below 1, below the mean or too
-    small for the longest sequence over all ranks, and a chunk below 1.
+    Raises ValueError for an unknown method, no lengths, lengths below 1, a chunk below 1, and a capacity below 1, below
+    the mean or too small for the longest sequence over all ranks.
     """
     if method not in METHODS:
         close = difflib.get_close_matches(method, METHODS, n=1)
@@ -87,12 +88,12 @@ def plan_attention(
     shape: AttentionShape,
     method: str = "chunks",
 ) -> SequencePlan:
-    """The rank of every token of a batch in attention alone, where linear layers have a given layout.
+    """The rank of every token of a batch in attention, for a given layout of linear layers.
 
-    linear: that layout; a rank's tokens are in the order of its shards.
+    linear: the given layout; a rank's tokens are in the order of its shards.
     lengths, cluster, shape: as in `plan_sequences`.
-    method: of `plan_sequences`; with "chunks", by `cost.step_cost` the cheapest of its plan, of the given layout
-        ("given"), and of the nearest to that which is balanced ("stay", `planners.stay`).
+    method: of `plan_sequences`. With "chunks" the result is the cheapest of three plans by `cost.step_cost`: the plan
+        of "chunks", the given layout ("given"), and the balanced layout nearest to it ("stay", `planners.stay`).
 
     Raises ValueError for a layout that does not hold every token once, and where `plan_sequences` does.
     """

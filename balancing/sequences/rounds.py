@@ -1,13 +1,13 @@
-"""Rounds of a plan, and what they ask of a rank in launches, messages and operations of the host.
+"""Number of rounds of a plan, and their launches, messages and operations of the host on a rank.
 
 A round is a transfer that brings a rank keys and values: a round of a ring, over nodes or inside one, or a turn of
-gathering. The engine computes each round in one call of attention and merges it in one operation; the rank's own tokens
-are one call before the rounds, and with rings another one between them. All of this follows from a plan before it is
-compiled.
+gathering. The engine computes each round in one call of attention and merges the result in one operation. The rank's
+own tokens are one call before the rounds; with rings there is one more call between the rounds. These numbers follow
+from a plan without compiling it.
 
-More turns let a rank begin with the first gathered keys earlier, and cost it a call of attention and a transfer group
-each. So a turn has at least as many bytes as its link carries in several latencies of a message, and there are at most
-eight: with an eighth of the keys a rank is busy for long enough.
+With more turns a rank starts earlier on the first gathered keys, but each turn costs a call of attention and a transfer
+group. So a turn has at least the bytes that its link carries in eight latencies of a message, and there are at most
+eight turns: an eighth of the keys keeps a rank busy long enough.
 """
 
 from dataclasses import dataclass
@@ -31,13 +31,13 @@ __all__ = [
     "what_is_asked",
 ]
 
-# Operations of the engine on the device besides calls and merges, forward and backward, as counted by
+# Operations of the engine on the device besides calls and merges, (forward, backward), as counted by
 # `python -m benchmarks.sequences.launches`: of a pass (keys into the workspace, sums set to zero, conversions), of a
 # round of a ring and of a turn of gathering (rows copied together, gradients added).
 _PASS, _RING, _TURN = (5, 5), (1, 6), (3, 9)
 _MESSAGES = (1, 2)  # keys forward; keys and their gradients backward
 MOST_TURNS = 8
-_LATENCIES = 8  # that a turn takes at least, so that latency is an eighth of it at most
+_LATENCIES = 8  # a turn takes at least so many, so that latency is at most an eighth of it
 
 
 class TurnTokens(NamedTuple):
@@ -47,29 +47,29 @@ class TurnTokens(NamedTuple):
     inter: int
 
 
-SMALLEST_TURNS = TurnTokens(1, 1)  # for as many turns as there may be
+SMALLEST_TURNS = TurnTokens(1, 1)  # gives the largest number of turns
 
 
 def turn_tokens(cluster: Cluster, kv_bytes: float) -> TurnTokens:
-    """For a cluster. kv_bytes: bytes of one token's keys and values in one layer."""
+    """The least tokens of a turn on a cluster. kv_bytes: bytes of one token's keys and values in one layer."""
     seconds = _LATENCIES * cluster.message_seconds
     rates = cluster.intra_node_bandwidth, cluster.nic_bandwidth * max(1, len(cluster.nics(0)))
-    # An unknown bandwidth is that of a link that the cluster does not have.
+    # The clip at 2^40 is for a link that the cluster does not have: its bandwidth is infinite.
     return TurnTokens(*(max(1, int(min(rate * seconds / kv_bytes, 2**40))) for rate in rates))
 
 
 def number_of_turns(tokens: Any, least: Any) -> np.ndarray:
-    """int64: turns for `tokens`, of which each has `least` at least."""
+    """int64: turns for `tokens` tokens, with at least `least` tokens each; from 1 to `MOST_TURNS`."""
     return np.clip(np.asarray(tokens) // np.asarray(least), 1, MOST_TURNS)
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What attention asks of the rank that does most, in one layer: (forward, backward).
+    """Operations of attention in one layer, on the rank that has most of them.
 
-    rounds: transfers that bring it keys.
-    launches: kernels on the device, copies and sums included.
-    messages: that it sends and receives.
+    rounds: transfers that bring the rank keys.
+    launches: (forward, backward), kernels on the device, copies and sums included.
+    messages: (forward, backward), messages that the rank sends and receives.
     """
 
     rounds: int
@@ -78,19 +78,19 @@ class Asked:
 
     @property
     def operations(self) -> int:
-        """What the host starts, forward and backward."""
+        """Number of operations that the host starts, forward and backward."""
         return sum(self.launches) + sum(self.messages)
 
 
 def plan_rounds(
     plan: SequencePlan, cluster: Cluster, turn_tokens: TurnTokens, copies: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
-    """int64 [rank], rounds of rings and turns of gathering of each rank, those over nodes and those inside added up.
+    """Rounds of rings, int64 [rank], and turns of gathering, int64 [rank]; those inside nodes and between nodes added.
 
     plan: of the batch.
     cluster: of at least the plan's ranks.
     turn_tokens: least tokens of a turn.
-    copies: whether keys of other nodes are copied inside a node, a round after they came.
+    copies: whether keys of other nodes are copied inside a node, one round after their arrival.
     """
     if plan.window is not None:
         return np.zeros(plan.ranks, dtype=np.int64), _reaching(plan, cluster, copies)
@@ -121,9 +121,8 @@ def plan_rounds(
         if level:
             prefix = np.zeros((cluster.nodes, len(plan.lengths)), dtype=np.int64)
             np.maximum.at(prefix, (holder[counted] // per_node, whole[counted]), last[counted])
-            tokens = (
-                prefix.sum(1).max(initial=0, keepdims=True) // per_node
-            )  # keys of other nodes have the same turns on all ranks
+            # Keys of other nodes have the same turns on all ranks.
+            tokens = prefix.sum(1).max(initial=0, keepdims=True) // per_node
             if copies:  # a rank may receive for others
                 needs = np.repeat(prefix.any(1), per_node)[: plan.ranks]
         else:
@@ -133,7 +132,7 @@ def plan_rounds(
 
 
 def _reaching(plan: SequencePlan, cluster: Cluster, copies: bool) -> np.ndarray:
-    """int64 [rank], turns that bring it the keys in its windows: one from inside the node, one from other nodes."""
+    """int64 [rank], turns that bring the rank the keys in its windows: one from its node, one from other nodes."""
     found = reaches(plan)
     far = {
         reach[:4:3] for reach in found if any(not cluster.same_node(shard.rank, reach.rank) for shard in reach.holders)
@@ -146,15 +145,15 @@ def _reaching(plan: SequencePlan, cluster: Cluster, copies: bool) -> np.ndarray:
 
 
 def what_is_asked(plan: SequencePlan, cluster: Cluster, moved: LinkTokens, turn_tokens: TurnTokens) -> Asked:
-    """Of the rank with most operations.
+    """Rounds, launches and messages of the rank with most operations, in one layer.
 
     plan, cluster, turn_tokens: as in `plan_rounds`.
-    moved: what links carry forward.
+    moved: tokens on links in forward.
     """
     rings, turns = plan_rounds(plan, cluster, turn_tokens, bool(moved.copies.any()))
     rounds = rings + turns
-    # Every round of a ring has a message either way; the peers of gathering are spread over its turns, some in several.
-    # Copies of a turn come from all ranks of the node.
+    # A rank sends and receives one message in every round of a ring. The peers of gathering are spread over its turns;
+    # some peers are in several turns. Copies of a turn come from all ranks of the node.
     peers, copies = np.ceil(moved.peers.sum(0)[: plan.ranks]).astype(np.int64), moved.copies[: plan.ranks]
     messages = 2 * rings + np.where(turns > 0, peers + turns, 0)
     messages += np.where(copies, 2 * turns * (cluster.ranks_per_node - 1), 0)

@@ -55,11 +55,11 @@ class Shard(NamedTuple):
 
 
 class LatentShape(NamedTuple):
-    """What keys and values are projected from in multi-latent attention.
+    """The latent from which multi-latent attention projects keys and values.
 
-    size: numbers of a token's latent.
-    shared: numbers of a key that all heads share and that are not projected; they travel with the latent.
-    copies: ranks of tensor parallelism, which have their own heads, but each of them all of the latent.
+    size: elements of a token's latent.
+    shared: elements of a key that all heads share; they are not projected and travel with the latent.
+    copies: tensor-parallel ranks. Each has its own heads, but all of the latent.
     """
 
     size: int
@@ -76,14 +76,14 @@ class AttentionShape:
     kv_heads: key-value heads; fewer than heads in grouped-query attention.
     layers: transformer layers.
     ffn_hidden: width of the feed-forward layer.
-    head_size: numbers of a head of queries and keys; hidden / heads unless given.
-    value_size: numbers of a head of values; head_size unless given. Multi-latent attention has smaller values.
+    head_size: elements of one head of queries and keys; hidden / heads by default.
+    value_size: elements of one head of values; head_size by default. Multi-latent attention has smaller values.
     window: tokens before itself that a token sees in layers with a sliding window; None without such layers.
-    windowed_layers: of the layers, those with the window.
-    latent: from which keys and values are projected, if it travels in their place.
+    windowed_layers: number of the layers that have the window.
+    latent: the latent that is sent in place of keys and values; None if keys and values are sent.
 
-    Raises ValueError for sizes below 1, heads that kv_heads does not divide, hidden that heads does not divide, and
-    windowed layers without a window or more of them than layers.
+    Raises ValueError for sizes below 1, heads that kv_heads does not divide, hidden that heads does not divide (without
+    head_size), windowed layers without a window or a window without them, and more windowed layers than layers.
     """
 
     hidden: int
@@ -123,9 +123,9 @@ class SequencePlan:
     ranks: number of ranks.
     method: the planner that made the plan.
     attention: the layout of attention. A rank's tokens are in the order of its shards in the tuple.
-    linear: the layout of linear layers, likewise. If it equals that of attention, nothing is remapped.
-    exchange: of each sequence. "local": all of it is on one rank. "ring": the ranks that hold it pass their shares
-        round in the order of `ring(sequence)`. "gather": each rank receives the keys that its queries see.
+    linear: the layout of linear layers, in the same form. If it equals the layout of attention, nothing is remapped.
+    exchange: of each sequence. "local": one rank holds all of it. "ring": the ranks that hold it pass its keys and
+        values round in the order of `ring(sequence)`. "gather": each rank receives the keys that its queries see.
     capacity: most tokens of a rank in attention; None for no limit.
     window: tokens before itself that a token sees, in layers with a sliding window; None for all.
 
@@ -144,7 +144,7 @@ class SequencePlan:
 
     def __post_init__(self) -> None:
         if len(self.exchange) != len(self.lengths):
-            raise ValueError(f"{len(self.exchange)} ways of exchange for {len(self.lengths)} sequences")
+            raise ValueError(f"{len(self.exchange)} exchanges are given for {len(self.lengths)} sequences")
         unknown = set(self.exchange) - set(get_args(KVExchange))
         if unknown:
             raise ValueError(f"exchange {sorted(unknown)[0]!r} is none of {', '.join(get_args(KVExchange))}")
@@ -198,7 +198,7 @@ class SequencePlan:
 
     @cached_property
     def digest(self) -> str:
-        """Hash of the plan, by which ranks check that they follow the same one."""
+        """Hash of the plan. Ranks compare it to check that all have the same plan."""
         content: tuple[object, ...] = (self.lengths, self.ranks, self.attention, self.linear, self.exchange)
         if self.window is not None:
             content += (self.window,)
@@ -250,12 +250,12 @@ def same_exchange(shards: Sequence[Shard], lengths: Sequence[int], shared: KVExc
 
 
 def runs_of(shards: Iterable[Shard]) -> list[Range]:
-    """Token ranges of shards of one sequence and one rank, sorted by position; adjacent shards make one range."""
+    """Token ranges of shards of one sequence on one rank, sorted by position; adjacent shards become one range."""
     return join_adjacent((shard.start, shard.stop) for shard in shards)
 
 
 def join_adjacent(ranges: Iterable[Range]) -> list[Range]:
-    """The same ranges in the same order, each merged with the one before it where that ends at its start."""
+    """The ranges in their order; a range that starts where the one before it ends is merged with it."""
     found: list[Range] = []
     for start, stop in ranges:
         if found and found[-1][1] == start:
@@ -266,7 +266,7 @@ def join_adjacent(ranges: Iterable[Range]) -> list[Range]:
 
 
 def _check_layout(name: str, table: np.ndarray, lengths: Sequence[int], ranks: int) -> None:
-    """Raise ValueError unless each token of each sequence is there exactly once, on a rank below `ranks`."""
+    """Raise ValueError unless the layout holds each token of each sequence exactly once, on a rank below `ranks`."""
     sequence, start, stop, rank = table[np.lexsort((table[:, 1], table[:, 0]))].T
     if (wrong := np.flatnonzero((sequence < 0) | (sequence >= len(lengths)))).size:
         raise ValueError(f"the {name} layout has a shard of sequence {sequence[wrong[0]]}; there are {len(lengths)}")
@@ -278,8 +278,8 @@ def _check_layout(name: str, table: np.ndarray, lengths: Sequence[int], ranks: i
     if (wrong := np.flatnonzero((start != expected) | (stop <= start))).size:
         at = wrong[0]
         raise ValueError(
-            f"the {name} layout of sequence {sequence[at]} goes on with tokens {start[at]} to {stop[at]}, where "
-            f"{expected[at]} comes next"
+            f"the {name} layout of sequence {sequence[at]} has a shard of tokens {start[at]} to {stop[at]}, where "
+            f"token {expected[at]} comes next"
         )
     found = np.zeros(len(lengths), dtype=np.int64)
     np.maximum.at(found, sequence, stop)

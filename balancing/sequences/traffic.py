@@ -1,7 +1,7 @@
-"""Tokens that travel between ranks under a plan of sequences, and the seconds that links take for them.
+"""Tokens that are sent between ranks under a plan of sequences, and the seconds that links take for them.
 
-Gathered keys enter a node once, through ranks that each receive as many, and are copied inside it, as the engine does
-it (`balancing.sequences.engine.gather`).
+Gathered keys enter a node once, through ranks that each receive equally many, and are copied inside the node
+(`balancing.sequences.engine.gather`).
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ class TokenTraffic(NamedTuple):
     tokens: np.ndarray
 
     def crossing(self, cluster: Cluster) -> np.ndarray:
-        """bool [transfer]: whether it leaves its node."""
+        """bool [transfer]: whether the transfer leaves its node."""
         return np.asarray(self.source // cluster.ranks_per_node != self.target // cluster.ranks_per_node)
 
     def between(self, cluster: Cluster) -> tuple[int, int]:
@@ -42,19 +42,20 @@ class TokenTraffic(NamedTuple):
         return int(self.tokens.sum()) - far, far
 
     def table(self, ranks: int) -> np.ndarray:
-        """int64 [source, target]."""
+        """int64 [source, target], tokens."""
         table = np.zeros((ranks, ranks), dtype=np.int64)
         np.add.at(table, (self.source, self.target), self.tokens)
         return table
 
 
 class LinkTokens(NamedTuple):
-    """What links of ranks carry.
+    """Tokens on the links of ranks.
 
-    near, far: float64 [sent or received, rank], tokens that a rank sends to and receives from its own node and other
-        nodes. What goes through a rank for others is counted.
+    near, far: float64 [sent or received, rank], tokens that a rank sends to and receives from its own node (near) and
+        other nodes (far), with those that it hands on for other ranks.
     needed: float64 [rank], tokens that the rank receives for its own queries.
-    peers: float64 [sent or received, rank], ranks that it sends to and receives from, in all turns of gathering.
+    peers: float64 [sent or received, rank], number of ranks that the rank sends to and receives from, in all turns of
+        gathering.
     copies: bool [rank], whether the rank's node copies gathered keys.
     """
 
@@ -65,26 +66,26 @@ class LinkTokens(NamedTuple):
     copies: np.ndarray
 
     def between(self) -> tuple[int, int]:
-        """Tokens that are sent inside nodes, and tokens that leave one."""
+        """Tokens that are sent inside nodes, and tokens that leave a node."""
         return round(float(self.near[0].sum())), round(float(self.far[0].sum()))
 
 
 def kv_traffic(plan: SequencePlan) -> TokenTraffic:
-    """Tokens whose keys and values a rank gets in one layer, forward, from the ranks that hold or hand them on.
+    """Tokens whose keys and values a rank receives in one layer, forward.
 
-    On a ring each rank passes to the next one all tokens that the next one does not hold. Gathered, a rank gets every
-    token that its last query sees and that it does not hold, from the rank that holds it; with a window, every token
-    that any of its queries sees. `plan_links` has the way by which they come.
+    On a ring each rank passes to the next rank all tokens that the next rank does not hold. Gathering brings a rank
+    every token that its last query sees, or with a window every token that any of its queries sees, from the rank that
+    holds the token. Copies inside nodes are not counted here but in `plan_links`.
     """
     on_rings, gathered = _plan_traffic(plan, in_step=False)
     return TokenTraffic(*(np.concatenate(parts) for parts in zip(on_rings, gathered.traffic, strict=True)))
 
 
 def plan_links(plan: SequencePlan, cluster: Cluster, *, in_step: bool = False) -> LinkTokens:
-    """What links carry in one layer, forward, for keys and values.
+    """Tokens on links for keys and values of one layer, forward.
 
-    in_step: for times instead of bytes. The ranks of a ring go from round to round together, so each round takes as
-    long as its largest share; every share counts as the largest.
+    in_step: count every share of a ring as the largest one, to model times instead of bytes: the ranks of a ring go
+        from round to round together, so each round takes as long as its largest share.
 
     Raises ValueError for a plan with more ranks than the cluster.
     """
@@ -96,14 +97,14 @@ def plan_links(plan: SequencePlan, cluster: Cluster, *, in_step: bool = False) -
 
 
 class _Gathered(NamedTuple):
-    """Gathered tokens. begin: int64 [transfer], number of the first token among those of all sequences."""
+    """Gathered tokens. begin: int64 [transfer], number of the first token in the concatenated sequences."""
 
     traffic: TokenTraffic
     begin: np.ndarray
 
 
 def _plan_traffic(plan: SequencePlan, *, in_step: bool) -> tuple[TokenTraffic, _Gathered]:
-    """What goes round rings, and what is gathered."""
+    """Tokens on rings, and gathered tokens."""
     if plan.window is None:
         how = np.array(plan.exchange)[plan.table[:, 0]]
         on_rings = _on_rings(plan.table[how == "ring"], plan.lengths, in_step)
@@ -132,7 +133,7 @@ def _links(on_rings: TokenTraffic, gathered: _Gathered, cluster: Cluster, level:
     messages = np.bincount(target[target < ranks], minlength=ranks)
     of_node = np.bincount(target[target >= ranks] - ranks, minlength=cluster.nodes)
     peers = np.stack([np.bincount(source, minlength=ranks), messages + np.repeat(of_node / per_node, per_node)])
-    # Of each token that crosses, the first transfer to a node in order of tokens brings it, and all others are copies.
+    # A token enters a node with the first transfer to this node in order of tokens; all other transfers are copies.
     source, target, tokens = (column[crossing] for column in traffic)
     node = target // per_node
     begin = node * (int((gathered.begin + traffic.tokens).max(initial=0)) + 1) + gathered.begin[crossing]
@@ -153,7 +154,7 @@ def _links(on_rings: TokenTraffic, gathered: _Gathered, cluster: Cluster, level:
 
 
 def _by_rank(traffic: TokenTraffic, cluster: Cluster) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Tokens inside nodes and between them, [sent or received, rank], and all that are received [rank]."""
+    """Tokens inside nodes and between nodes, [sent or received, rank], and all received tokens [rank]."""
     ranks, crossing = cluster.world_size, traffic.crossing(cluster)
     near, far = (
         np.stack([_sum(end[part], traffic.tokens[part], ranks) for end in traffic[:2]])
@@ -188,10 +189,10 @@ def traffic_seconds(
     cluster: Cluster,
     routed: bool | None = None,
 ) -> float:
-    """Seconds until everything has arrived, by the link model of `balancing.cluster.links`.
+    """Seconds until all tokens have arrived, by the link model of `balancing.cluster.links`.
 
     token_bytes: bytes of one token of the traffic.
-    routed: whether what leaves a node is spread over all its NICs; None for whichever is quicker.
+    routed: whether traffic that leaves a node is spread over all NICs of the node; None for the quicker way.
 
     Raises ValueError for ranks outside the cluster.
     """
@@ -207,14 +208,14 @@ def traffic_seconds(
 def link_tokens_seconds(
     near: np.ndarray, far: np.ndarray, token_bytes: float, cluster: Cluster, routed: bool | None = None
 ) -> float:
-    """As `traffic_seconds`, for tokens of links as in `LinkTokens`."""
+    """As `traffic_seconds`. near, far: as in `LinkTokens`."""
     models = {False: link_seconds, True: routed_link_seconds}
     chosen = models.values() if routed is None else [models[routed]]
     return min(float(seconds(near * token_bytes, far * token_bytes, cluster).max()) for seconds in chosen)
 
 
 class _Members(NamedTuple):
-    """int64 [member]: ranks that hold parts of a sequence, by sequence, then in the order of its ring."""
+    """int64 [member]: a member is a rank that holds a part of a sequence. By sequence, then in the order of its ring."""
 
     sequence: np.ndarray
     rank: np.ndarray
@@ -233,7 +234,7 @@ def _members(shards: np.ndarray) -> _Members:
 
 
 def _on_rings(shards: np.ndarray, lengths: Sequence[int], in_step: bool) -> TokenTraffic:
-    """Tokens that each member of a ring passes to the next."""
+    """Tokens that each member of a ring passes to the next. in_step: as in `plan_links`."""
     members = _members(shards)
     if not len(shards):
         return TokenTraffic(members.rank, members.rank, members.tokens)

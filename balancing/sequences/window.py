@@ -1,7 +1,7 @@
-"""Sliding windows: which tokens before its own a rank must receive, in layers whose tokens see only the latest ones.
+"""Sliding windows: the tokens that a rank must receive from other ranks in layers with a sliding window.
 
-In a window of w a token sees itself and the w tokens before it in its sequence, as in Megatron-LM's `--window-size w,0`
-and flash attention's `window_size_left`.
+With a window of w a token sees itself and the w tokens before it in its sequence, as with Megatron-LM's
+`--window-size w,0` and flash attention's `window_size_left`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,9 +14,9 @@ __all__ = ["Reach", "in_window", "keys_before_runs", "reaches"]
 
 
 class Reach(NamedTuple):
-    """Tokens [begin, stop) of `sequence`, which are seen by queries of `rank` that come after them.
+    """Tokens [begin, stop) of `sequence` that later queries of `rank` see.
 
-    Some may be the rank's own, between two of its runs. holders: shards of other ranks that hold the rest.
+    Some of the tokens may be the rank's own. holders: shards of other ranks that hold the other tokens.
     """
 
     sequence: int
@@ -27,10 +27,10 @@ class Reach(NamedTuple):
 
 
 def in_window(plan: SequencePlan, window: int) -> SequencePlan:
-    """The plan of the same batch for layers with a sliding window; `plan` itself where no sequence is longer.
+    """The plan of the same batch for layers with a sliding window; `plan` itself if no sequence exceeds the window.
 
-    In a window attention costs about as much for each token, so these layers stay in the linear layout, which has equal
-    tokens on each rank: nothing is remapped, and ranks receive the keys in the windows of their first queries.
+    With a window, attention costs about the same for each token, so these layers use the linear layout, with equal
+    tokens on each rank. Nothing is remapped. A rank receives the keys in the windows of its first queries.
     """
     if max(plan.lengths) <= window + 1:
         return plan
@@ -39,7 +39,10 @@ def in_window(plan: SequencePlan, window: int) -> SequencePlan:
 
 
 def reaches(plan: SequencePlan) -> list[Reach]:
-    """What ranks of a plan with a window must have of other ranks, by sequence and position; each token once a rank."""
+    """The tokens that ranks need from other ranks in a plan with a window, by sequence and position.
+
+    No token occurs twice for the same rank.
+    """
     assert plan.window is not None
     spread = {number for number in range(len(plan.lengths)) if len(plan.ring(number)) > 1}
     found = []
@@ -51,9 +54,9 @@ def reaches(plan: SequencePlan) -> list[Reach]:
 
 
 def keys_before_runs(runs: Sequence[tuple[int, int]], window: int) -> Iterator[tuple[int, int]]:
-    """Tokens [begin, stop) that runs of adjacent tokens of one rank see before them; overlapping ranges are one.
+    """Tokens [begin, stop) before runs of adjacent tokens that the runs' queries see; overlapping ranges are merged.
 
-    runs: [start, stop), sorted.
+    runs: [start, stop) of one sequence on one rank, sorted.
     """
     last: tuple[int, int] | None = None
     for start, _ in runs:

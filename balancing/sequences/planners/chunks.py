@@ -1,14 +1,14 @@
 """One layout with equal tokens and equal causal area on each rank, so that linear layers and attention share it.
 
-Zeppelin balances attention and tokens with two layouts and moves tokens between them; MagiAttention and DCP deal out
+Zeppelin balances attention and tokens with two layouts and moves tokens between them. MagiAttention and DCP distribute
 chunks of fixed size until both are roughly equal. Here pieces are sized to fit. A token at position p costs p + 1
-query-key pairs, so a rank that must hold t tokens and an area a mixes late tokens, from the end of a long sequence,
-with early ones (whole short sequences, or the beginning of a long one) in the one proportion that gives both. What is
-left for the other ranks then has the right mean as well, so the last rank comes out balanced by itself.
+query-key pairs. A rank that must hold t tokens and an area a therefore mixes late tokens, from the end of a long
+sequence, with early tokens (whole short sequences, or the beginning of a long one) in the proportion that gives both.
+The tokens left for the other ranks then have the right mean as well, so the last rank is balanced without further work.
 
-A rank that needs the keys before its piece causes traffic. The fewest ranks need those of the longest sequences if the
-ends of these are mixed with the earliest tokens, so the longest goes with the shortest. A cut sequence is used up on
-consecutive ranks, which mostly share a node.
+Traffic comes from ranks that need the keys before their pieces. Fewest ranks need the keys of the longest sequences if
+the ends of these sequences are mixed with the earliest tokens, so the longest sequence is mixed with the shortest. The
+pieces of a cut sequence go to consecutive ranks, which mostly share a node.
 """
 
 from bisect import bisect_right
@@ -21,7 +21,7 @@ from balancing.sequences.sequence_plan import Shard
 
 __all__ = ["balanced_chunks"]
 
-# Most error of a rank's area, relative, from cutting at a multiple of the chunk. Later ranks make up for it.
+# Most relative error of a rank's area from cutting at a multiple of the chunk. Later ranks compensate for it.
 _TOLERANCE = 0.002
 
 _Piece = tuple[int, int, int]  # sequence, start, stop
@@ -38,9 +38,10 @@ def balanced_chunks(
 
     lengths: tokens of each sequence.
     quotas: tokens of each rank; their sum is that of the lengths.
-    cluster: its nodes are filled first, then the ranks of each, so that few sequences lie on several nodes.
-    chunk: tokens; a rank takes a multiple of it from the end of a sequence where the areas allow it, else a multiple of
-        half of it, and so on.
+    cluster: tokens are distributed over its nodes, then over the ranks of each node, so that few sequences lie on
+        several nodes.
+    chunk: tokens. A rank takes a multiple of a chunk from the end of a sequence; if that misses the area, a multiple of
+        half a chunk, and so on.
     """
     size = cluster.ranks_per_node
     nodes = [range(first, min(first + size, len(quotas))) for first in range(0, len(quotas), size)]
@@ -56,8 +57,8 @@ def balanced_chunks(
 def _deal(pieces: Sequence[_Piece], quotas: Sequence[int], chunk: int) -> list[list[_Piece]]:
     """Pieces of each bucket: quotas[i] tokens in bucket i, and the same share of the area as of the tokens.
 
-    What a bucket misses or has too much of its area is left to those after it, whose share then follows from what is
-    left. So the last bucket, which takes all that is left, has the mean area, up to its own rounding.
+    A bucket's share of the area is computed from the area that is left, so later buckets compensate for the error of
+    earlier ones. The last bucket takes all that is left and has the mean area, up to its own rounding.
     """
     pool = _Pool(pieces)
     tokens, area = sum(quotas), sum(_area(start, stop) for _, start, stop in pieces)
@@ -72,7 +73,7 @@ def _deal(pieces: Sequence[_Piece], quotas: Sequence[int], chunk: int) -> list[l
 
 
 def _joined(pieces: list[_Piece]) -> list[_Piece]:
-    """The same tokens, by sequence and start, in as few pieces as they make."""
+    """The pieces sorted by sequence and start, adjacent ones merged."""
     found: list[_Piece] = []
     for sequence, start, stop in sorted(pieces):
         if found and found[-1][0] == sequence and found[-1][2] == start:
@@ -84,7 +85,7 @@ def _joined(pieces: list[_Piece]) -> list[_Piece]:
 
 @dataclass(eq=False)
 class _Rest:
-    """Tokens [start, stop) of one sequence that are not placed yet. Ranks take from both ends."""
+    """Tokens [start, stop) of one sequence that no bucket has yet. Buckets take from both ends."""
 
     sequence: int
     start: int
@@ -99,23 +100,23 @@ class _Rest:
         return _area(self.start, self.stop)
 
     def first(self, tokens: int) -> int:
-        """Area of its first tokens."""
+        """Area of the first `tokens` tokens."""
         return _area(self.start, self.start + tokens)
 
     def last(self, tokens: int) -> int:
-        """Area of its last tokens."""
+        """Area of the last `tokens` tokens."""
         return _area(self.stop - tokens, self.stop)
 
     def price(self, tokens: int) -> int:
-        """Twice the mean area of one of its first `tokens` tokens, less a constant."""
+        """Twice the mean area of the first `tokens` tokens, less a constant; for comparisons."""
         return 2 * self.start + min(tokens, self.tokens)
 
     def worth(self, tokens: int) -> int:
-        """The same of its last `tokens` tokens."""
+        """As `price`, of the last `tokens` tokens."""
         return 2 * self.stop - min(tokens, self.tokens)
 
     def take(self, first: int, last: int) -> list[_Piece]:
-        """Remove `first` and `last` tokens from its ends; returns them as pieces."""
+        """Remove the first `first` and the last `last` tokens and return them as pieces."""
         start, stop = self.start, self.stop
         self.start, self.stop = start + first, stop - last
         pieces = ((self.sequence, start, self.start), (self.sequence, self.stop, stop))
@@ -125,8 +126,8 @@ class _Rest:
 class _Pool:
     """Tokens that no bucket has yet.
 
-    order[low:high] are whole sequences, or beginnings of sequences, shortest first; `cut` the rests of those that are
-    cut.
+    order[low:high]: whole sequences, or pieces that begin at token 0, shortest first.
+    cut: the other pieces, and rests of sequences that buckets have taken from.
     """
 
     def __init__(self, pieces: Sequence[_Piece]) -> None:
@@ -139,18 +140,21 @@ class _Pool:
         self.cut = [_Rest(*piece) for piece in pieces if piece[1]]
 
     def shortest(self) -> _Rest:
-        """Open the shortest whole sequence."""
+        """Move the shortest whole sequence to `cut` and return it."""
         self.low += 1
         return self._opened(self.low - 1)
 
     def longest(self) -> _Rest:
-        """Open the longest whole sequence."""
+        """Move the longest whole sequence to `cut` and return it."""
         self.high -= 1
         return self._opened(self.high)
 
     def latest(self, tokens: int, area: float) -> _Rest:
-        """The cut sequence whose last `tokens` tokens have most area; the longest whole one if the cut one, filled up
-        from another, has less than `area`."""
+        """The cut sequence whose last `tokens` tokens have most area.
+
+        The longest whole sequence instead if it ends later and the cut sequence, filled up to `tokens` tokens from
+        another sequence, has less than `area`.
+        """
         rest = max(self.cut, key=lambda rest: rest.worth(tokens), default=None)
         if self.low == self.high:
             assert rest is not None, "the pool is empty before the last bucket is full"
@@ -166,8 +170,10 @@ class _Pool:
         return self.longest() if rest.last(tokens - missing) + more < area else rest
 
     def earliest(self, but: _Rest, tokens: int, area: float) -> _Rest | None:
-        """The cut sequence other than `but` whose first `tokens` tokens have least area; the shortest whole one if that
-        is still too much."""
+        """The cut sequence other than `but` whose first `tokens` tokens have least area.
+
+        The shortest whole sequence instead if that area is too large.
+        """
         rest = min((rest for rest in self.cut if rest is not but), key=lambda rest: rest.price(tokens), default=None)
         if rest is not None:
             taken = min(tokens, rest.tokens)
@@ -176,8 +182,8 @@ class _Pool:
         return self.shortest() if self.low < self.high else rest
 
     def least_area(self, tokens: int, but: _Rest) -> float:
-        """The least area of `tokens` tokens outside of `but`: the beginning of one sequence, or whole ones, shortest
-        first, and the beginning of the next."""
+        """The least area of `tokens` tokens outside of `but`: of the beginning of one cut sequence, or of whole
+        sequences, shortest first, and the beginning of the next one."""
         most = self.tokens_to[self.low] + tokens
         end = min(bisect_right(self.tokens_to, most) - 1, self.high)
         area, missing = self.area_to[end] - self.area_to[self.low], most - self.tokens_to[end]
@@ -192,7 +198,7 @@ class _Pool:
         return area
 
     def take_shortest(self, late: _Rest, tokens: int, area: float) -> list[_Piece]:
-        """Whole sequences, shortest first, as long as the end of `late` can still make up the missing area."""
+        """Whole sequences, shortest first, as long as the end of `late` can still provide the missing area."""
         taken: list[_Piece] = []
         while self.low < self.high:
             length = self.lengths[self.low]
@@ -216,17 +222,18 @@ class _Pool:
 def _fill(pool: _Pool, tokens: int, area: float, chunk: int) -> list[_Piece]:
     """Pieces of one bucket with `tokens` tokens and about `area` query-key pairs, taken out of the pool.
 
-    Invariant: what the bucket still misses can be filled, with as many tokens and as much area. The earliest tokens of
-    the pool have at most that area (`least_area`), and its latest ones, the end of `late`, at least that. It holds at
-    the beginning, since the bucket and the pool have the same mean, and every case keeps it:
+    Invariant: the tokens and the area that the bucket still misses can both be met. As many of the earliest tokens of
+    the pool have at most the missing area (`least_area`), and as many of its latest tokens, the end of `late`, have at
+    least that. The invariant holds at the beginning, since the bucket and the pool have the same mean. Each case keeps
+    it; the first that applies is taken:
 
-    - all of `late`, if the earliest tokens are cheap enough for what is missing then;
-    - short sequences as a whole, as long as the end of `late` makes up the area that they lack;
+    - all of `late`, if the rest can be filled with early tokens of little enough area;
+    - short whole sequences, as long as the end of `late` provides the area that they lack;
     - the beginning and the end of `late`, in the proportion that gives the area: the bucket is full;
-    - the beginning of `early` and the end of `late`, likewise;
-    - all of `early`, if it has too few tokens or too little area for that.
+    - the beginning of `early` and the end of `late`, in the proportion that gives the area: the bucket is full;
+    - all of `early`, if it has too few tokens or too little area for the case before.
 
-    Where nothing is left but `late`, the bucket gets its beginning.
+    If only `late` is left, the bucket gets its beginning.
     """
     filled: list[_Piece] = []
     tolerance = _TOLERANCE * area
@@ -256,15 +263,15 @@ def _fill(pool: _Pool, tokens: int, area: float, chunk: int) -> list[_Piece]:
 
 
 def _suffice(early: _Rest, late: _Rest, tokens: int, area: float) -> bool:
-    """Whether the beginning of `early` and the end of `late` have `tokens` tokens together without exceeding `area`."""
+    """Whether the beginning of `early` and the end of `late` can give `tokens` tokens together within `area`."""
     missing = max(0, tokens - early.tokens)  # if all of `early` is taken
     return missing <= late.tokens and (not missing or late.last(missing) + early.area <= area)
 
 
 def _ends(early: _Rest, late: _Rest, tokens: int, area: float, chunk: int, tolerance: float) -> tuple[int, int]:
-    """Tokens to take from the beginning of `early` and from the end of `late`: `tokens` together, of about `area`."""
+    """Tokens to take from the beginning of `early` and from the end of `late`: together `tokens` of about `area`."""
     least, most = (0 if early is late else max(0, tokens - early.tokens)), min(tokens, late.tokens)
-    # The area is linear in the tokens from the end: one more there and one less at the beginning adds `step`.
+    # The area is linear in the tokens from the end: one more from the end and one less from the beginning adds `step`.
     step = late.stop - early.start - tokens
     exact = (area - early.first(tokens)) / step if step > 0 else least
     exact = min(max(exact, least), most)

@@ -1,30 +1,31 @@
 """Groups of a large domain: plans of thousands of data-parallel ranks in two levels.
 
-One plan over all ranks of a domain grows with them, and so does what each rank works out from it. Here the ranks are
-divided into equal groups of neighbours, and each micro-batch of a data-parallel rank goes to one group as a whole,
-where a plan of its own spreads it over the group's ranks. All these micro-batches have the same number of tokens, so
-groups have the same tokens if they get equally many, and areas of attention are balanced by which ones they get. A rank
-then plans its own group alone. Keys and values never leave a group. The smaller groups are, the sooner they are planned
-and the nearer keys stay, but each needs so many micro-batches that their areas can be levelled.
+The time of a plan over all ranks of a domain grows with the ranks. Here the ranks are divided into equal groups of
+neighbours, and each group has a plan of its own, which only its ranks make. Each micro-batch of a data-parallel rank
+goes to one group as a whole, and the group's plan spreads it over the group's ranks. Keys and values never leave a
+group. All these micro-batches have the same number of tokens, so with equally many micro-batches all groups have the
+same tokens; which micro-batches a group gets balances the area of attention. Small groups are planned sooner and keep
+keys nearer, but a group needs enough micro-batches to balance its area.
 
-The largest micro-batches come first, one for each group, the largest of them to the group with the least area so far;
-then the next largest. Then groups with much area exchange micro-batches with groups with little, until all are level.
+Micro-batches are assigned from the largest area to the smallest, one to each group at a time, the largest to the group
+with the least area so far. Then groups of large area exchange micro-batches with groups of small area until all are
+balanced.
 """
 
 import numpy as np
 
 __all__ = ["deal_areas", "number_of_groups"]
 
-_MEMBERS = 32  # micro-batches of a group, at least: with 16 the fullest group may have 1.5 times the mean area
-# Groups are level when the fullest exceeds the mean by so little; most rounds of exchanges, and pairs of micro-batches
-# that are looked at in a round.
+_MEMBERS = 32  # least micro-batches of a group: with 16 the group of most area may have 1.5 times the mean area
+# Groups are balanced when the largest area exceeds the mean by the share _LEVEL. _ROUNDS: most rounds of exchanges.
+# _LOOKS: most pairs of micro-batches that are compared in a round.
 _LEVEL, _ROUNDS, _LOOKS = 0.001, 64, 1 << 16
 
 
 def number_of_groups(members: int) -> int:
-    """Groups of a domain, as many as have 32 micro-batches or more.
+    """The largest number of equal groups with at least 32 micro-batches each.
 
-    members: micro-batches that the domain shares, one of each data-parallel rank; groups have equally many.
+    members: micro-batches that the domain shares, one of each data-parallel rank.
     """
     return next((number for number in range(members // _MEMBERS, 1, -1) if members % number == 0), 1)
 
@@ -33,9 +34,9 @@ def deal_areas(area: np.ndarray, groups: int) -> np.ndarray:
     """int64 [micro-batch], the group of each: equally many in every group, with areas as equal as that allows.
 
     area: [micro-batch], query-key pairs.
-    groups: their number; it divides the micro-batches.
+    groups: number of groups.
 
-    Raises ValueError if it does not.
+    Raises ValueError if the number of micro-batches is not a multiple of `groups`.
     """
     if groups < 1 or len(area) % groups:
         raise ValueError(f"{len(area)} micro-batches do not divide into {groups} equal groups")
@@ -52,7 +53,7 @@ def deal_areas(area: np.ndarray, groups: int) -> np.ndarray:
 
 
 def _exchange(members: np.ndarray, area: np.ndarray, total: np.ndarray) -> None:
-    """Level groups by exchanges of one micro-batch for one, between the fullest and the emptiest, the next, and so on.
+    """Balance groups: swap single micro-batches between the groups of most and least area, the next two, and so on.
 
     members: int64 [group, place], micro-batches; altered.
     area: [micro-batch].
@@ -70,7 +71,7 @@ def _exchange(members: np.ndarray, area: np.ndarray, total: np.ndarray) -> None:
         best = np.abs(gap[:, None] - 2 * moved).argmin(1)
         more = moved[np.arange(pairs), best]
         helps = (more > 0) & (more < gap)
-        if not helps[0]:  # the fullest group cannot be helped
+        if not helps[0]:  # no swap helps the group of most area
             break
         low, high, best, more = low[helps], high[helps], best[helps], more[helps]
         given, taken = best // places, best % places

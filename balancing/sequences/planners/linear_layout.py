@@ -1,9 +1,9 @@
 """The layout for linear layers: the same number of tokens on each rank, with as few of them moved as possible.
 
-Attention may leave ranks with more or fewer tokens than the mean. Linear layers cost tokens, so tokens are remapped
-between the two layouts (Zeppelin, arXiv 2509.21841, section 3.4, which solves a transfer problem). With two speeds,
-inside a node and between nodes, no solver is needed: ranks with too many tokens give to ranks of their node with too
-few, and only what a node has over its share leaves it. No token-equal layout moves fewer tokens between nodes.
+A balanced layout of attention may give ranks more or fewer tokens than the mean. Linear layers cost tokens, so tokens
+are remapped between the two layouts. Zeppelin (arXiv 2509.21841, section 3.4) solves a transfer problem for that. With
+two speeds, inside a node and between nodes, no solver is needed: ranks with too many tokens give them to ranks of their
+node with too few, and only a node's surplus leaves it. No token-equal layout moves fewer tokens between nodes.
 """
 
 from collections.abc import Sequence
@@ -15,10 +15,12 @@ __all__ = ["linear_layout", "token_targets"]
 
 
 def linear_layout(attention: Sequence[Shard], cluster: Cluster) -> tuple[Shard, ...]:
-    """Shards with `token_targets` tokens on each rank, by rank, sequence and start; `attention` itself if it has them.
+    """Shards with `token_targets` tokens on each rank, sorted by rank, sequence and start.
 
-    attention: the layout of attention. A rank gives away its last tokens. Raises ValueError for a rank outside the
-    cluster.
+    attention: the layout of attention, returned as it is if its tokens are equal already. A rank gives away its last
+        tokens.
+
+    Raises ValueError for a rank outside the cluster.
     """
     by_rank: list[list[Shard]] = [[] for _ in range(cluster.world_size)]
     for shard in attention:
@@ -43,8 +45,8 @@ def linear_layout(attention: Sequence[Shard], cluster: Cluster) -> tuple[Shard, 
 def token_targets(attention_tokens: Sequence[int], cluster: Cluster) -> list[int]:
     """Tokens of each rank in linear layers: the mean, rounded down or up so that the total is kept.
 
-    attention_tokens: [rank], tokens in attention. Ranks of nodes with more tokens than their share round up first, then
-        ranks with more tokens: fewer tokens move so.
+    attention_tokens: [rank], tokens in attention. To move fewer tokens, ranks of nodes with a surplus are rounded up
+        first, and among ranks those with more tokens.
     """
     mean, more = divmod(sum(attention_tokens), cluster.world_size)
     targets = [mean] * cluster.world_size
@@ -65,7 +67,8 @@ def token_targets(attention_tokens: Sequence[int], cluster: Cluster) -> list[int
 
 
 def _matches(members: range, surplus: list[int]) -> list[tuple[int, int, int]]:
-    """(source, target, tokens) that bring as many members to their target as they can themselves; alters `surplus`."""
+    """(source, target, tokens): moves among `members` from ranks with a surplus to ranks that lack tokens; alters
+    `surplus`."""
     found = []
     targets = [rank for rank in members if surplus[rank] < 0]
     for source in members:
@@ -81,7 +84,7 @@ def _matches(members: range, surplus: list[int]) -> list[tuple[int, int, int]]:
 
 
 def _give(shards: list[Shard], tokens: int, target: int) -> list[Shard]:
-    """The last `tokens` of a rank's shards, now the target's; alters `shards`."""
+    """The last `tokens` tokens of a rank's shards, as shards of rank `target`; alters `shards`."""
     given = []
     while tokens:
         shard = shards.pop()
@@ -94,7 +97,7 @@ def _give(shards: list[Shard], tokens: int, target: int) -> list[Shard]:
 
 
 def _joined(shards: list[Shard], new: list[Shard]) -> list[Shard]:
-    """A rank's shards in order, those it had and those it was given; adjacent ones are merged if it was given any."""
+    """A rank's own and new shards, sorted; adjacent ones are merged if there are new ones."""
     if not new:
         return shards
     found: list[Shard] = []

@@ -1,12 +1,13 @@
-"""Deals documents over micro-batches so that all cost the same and none has more tokens than fit.
+"""Distributes documents over micro-batches so that all cost the same and none has more tokens than its capacity.
 
-Two quantities count: cost must be even, tokens have a limit. A document's cost grows faster than its length, so
-micro-batches of long documents have few tokens and those of short ones have many. The longest documents are dealt
-first, each to the micro-batch that costs least so far and has room (longest processing time, Graham 1969); the many
-short ones then fill gaps. What is left of imbalance is exchanged away: the most expensive micro-batch gives a document
-to another one, or swaps it for a cheaper one or, where the other is full, for several short ones.
+A document's cost grows faster than its length, so micro-batches of long documents have few tokens and micro-batches of
+short documents have many. The longest documents are placed first, each in the micro-batch that costs least so far and
+has room (longest processing time, Graham 1969). Short documents then fill gaps. At last the most expensive micro-batch
+gives a document to another micro-batch, or swaps it for a cheaper document or, where the other micro-batch is full, for
+several short documents, as long as that makes the deal more even.
 
-Costs are whole numbers and ties go to the lower number, so every rank makes the same deal.
+A deal is the micro-batch of each document. Costs are whole numbers and ties go to the lower number, so every rank makes
+the same deal.
 """
 
 import heapq
@@ -16,15 +17,16 @@ import numpy as np
 
 __all__ = ["balanced_deal", "hill_order", "whole_costs"]
 
-_GOOD_ENOUGH = 1.001  # max / mean at which exchanges end
-_SMALLEST_RESOLUTION = 2.0**-40  # of the most expensive document: sums of millions of them fit int64
-_SPLIT = 16  # documents of the most expensive micro-batch that are tried against several of another
-# What the dearer of two micro-batches then costs more than the cheaper one did, documents there, and documents back.
+_GOOD_ENOUGH = 1.001  # cost max / mean at which exchanges end
+_SMALLEST_RESOLUTION = 2.0**-40  # unit of costs over the most expensive document: sums of millions of them fit int64
+_SPLIT = 16  # documents of the most expensive micro-batch that are tried against several documents of another
+# (excess, given, taken). excess: cost of the more expensive of the two micro-batches after the exchange, less the cost
+# of the cheaper one before it. given, taken: documents that the expensive micro-batch gives and takes.
 _Exchange = tuple[int, list[int], list[int]]
 
 
 def whole_costs(seconds: Sequence[float] | np.ndarray) -> np.ndarray:
-    """int64 [document], costs in a unit so small that rounding does not matter."""
+    """int64 [document], costs in a unit so small that rounding does not matter: 2^-40 of the largest."""
     exact = np.asarray(seconds, dtype=np.float64)
     return np.rint(exact / (exact.max() * _SMALLEST_RESOLUTION)).astype(np.int64)
 
@@ -43,9 +45,9 @@ def balanced_deal(
     tokens: int64 [document].
     micro_batches: of the step; at most as many as documents.
     capacity: most tokens of a micro-batch.
-    drawn: int64 [document], a deal within the capacity, which is taken if no other is found or none costs less.
-    before: int64 [micro-batch], what each is taken to cost without a document; 0 by default. What costs more before
-        gets less.
+    drawn: int64 [document], a deal within the capacity. It is returned if no other deal is found or costs less.
+    before: int64 [micro-batch], cost of each micro-batch without documents; 0 by default. It makes the documents of a
+        micro-batch cheaper than those of others by that amount.
 
     Raises ValueError if no deal within the capacity is found.
     """
@@ -73,8 +75,10 @@ def balanced_deal(
 def hill_order(costs: np.ndarray) -> np.ndarray:
     """int64 [place]: the micro-batches in the order in which they run, cheap ones first and last.
 
-    A pipeline fills with the first and drains with the last ones, while other stages wait; in between, neighbours
-    should be alike. costs: [micro-batch].
+    A pipeline fills with the first micro-batches and drains with the last ones, while other stages wait. In between,
+    neighbours should cost about the same.
+
+    costs: [micro-batch].
     """
     ascending = np.argsort(costs, kind="stable")
     return np.concatenate([ascending[::2], ascending[1::2][::-1]])
@@ -89,9 +93,9 @@ def _sums(values: np.ndarray, deal: np.ndarray, micro_batches: int) -> np.ndarra
 def _longest_first(
     costs: np.ndarray, tokens: np.ndarray, before: np.ndarray, capacity: int, *, fullest: bool
 ) -> np.ndarray | None:
-    """Each document, longest first, to the micro-batch that costs least so far and has room; None if one has no room.
+    """A deal of documents, longest first, each to the micro-batch that costs least so far and has room.
 
-    fullest: to the one with least room instead, which packs tightest.
+    None if a document fits no micro-batch. fullest: prefer the micro-batch with least room instead, to pack tightest.
     """
     number = np.empty(len(costs), dtype=np.int64)
     heap = [(0 if fullest else cost, 0, at) for at, cost in enumerate(before.tolist())]  # key, tokens, micro-batch
@@ -113,7 +117,7 @@ def _longest_first(
 
 
 def _fill_empty(number: np.ndarray, micro_batches: int) -> None:
-    """Give a document to each micro-batch without one, from those that have most documents."""
+    """Give a document to each micro-batch without one, from the micro-batch that has most documents."""
     documents = np.bincount(number, minlength=micro_batches)
     for empty in np.flatnonzero(documents == 0).tolist():
         source = int(documents.argmax())
@@ -124,7 +128,7 @@ def _fill_empty(number: np.ndarray, micro_batches: int) -> None:
 def _exchanged(
     costs: np.ndarray, tokens: np.ndarray, deal: np.ndarray, before: np.ndarray, capacity: int
 ) -> np.ndarray:
-    """The deal after exchanges between the most expensive micro-batch and others, as long as they help."""
+    """The deal after exchanges between the most expensive micro-batch and others, as long as exchanges help."""
     deal, micro_batches = deal.copy(), len(before)
     order = np.argsort(costs, kind="stable")
     documents = [order[deal[order] == at] for at in range(micro_batches)]  # of each micro-batch, cheapest first
@@ -138,7 +142,7 @@ def _exchanged(
         for other in np.argsort(cost, kind="stable").tolist():
             gap, room = int(cost[dear] - cost[other]), int(capacity - filled[other])
             if gap <= 0 or (best is not None and best[0] <= max(enough, cost[dear] - gap // 2)):
-                break  # no other does better: half of the gap is the most that helps
+                break  # later ones cannot do better: an exchange reduces the cost by half of the gap at most
             spare = int(capacity - filled[dear])
             found = _swap(costs, tokens, documents[dear], documents[other], gap, room)
             found = found or _swap_several(costs, tokens, documents[dear], documents[other], gap, room, spare)
@@ -161,10 +165,11 @@ def _exchanged(
 def _swap(
     costs: np.ndarray, tokens: np.ndarray, dear: np.ndarray, other: np.ndarray, gap: int, room: int
 ) -> _Exchange | None:
-    """The best move of a document from `dear` to `other`, for none or for a cheaper one. dear, other: cheapest first.
+    """The best exchange of one document of `dear` for none or for a cheaper one of `other`; None if nothing helps.
 
-    Returns how much the dearer of the two costs afterwards, more than `other` did, and the documents; None if nothing
-    helps. gap: what `dear` costs more. room: tokens that `other` can still take.
+    dear, other: documents of the two micro-batches, cheapest first.
+    gap: how much more `dear` costs than `other`.
+    room: tokens that `other` can still take.
     """
     back_cost = np.concatenate([[0], costs[other]])
     back_tokens = np.concatenate([[0], tokens[other]])
@@ -191,7 +196,8 @@ def _swap(
 def _swap_several(
     costs: np.ndarray, tokens: np.ndarray, dear: np.ndarray, other: np.ndarray, gap: int, room: int, spare: int
 ) -> _Exchange | None:
-    """As `_swap`, for several documents of `other`, next to each other in length: about as many tokens, less cost.
+    """As `_swap`, for several documents of `other` that are neighbours in the order of costs: about as many tokens, at
+    less cost.
 
     spare: tokens that `dear` can still take.
     """

@@ -1,10 +1,10 @@
-"""What the micro-batches of a step should cost so that a pipeline fills and drains quickly.
+"""Target costs of the micro-batches of a step that make a pipeline's warm-up and cool-down short.
 
-In 1F1B all stages wait while the first micro-batch passes through those before them, and while the last one passes
-back. Both waits are as long as these micro-batches cost, so a step is shorter than that of equal micro-batches if the
-first ones and the last ones cost less, and those between, which all stages work on at a time, cost more. How much less
-depends on the schedule: here costs rise in a line from the first one, are level, and fall in a line to the last one,
-and the four numbers of such a slope are searched by the seconds of the step.
+In 1F1B a stage waits in warm-up for the first micro-batch to pass through the stages before it, and in cool-down for
+the last micro-batch to pass back. The waits are shorter if the first and the last micro-batches cost less and those
+between, when all stages work, cost more. How much less depends on the schedule. Here costs rise linearly from the first
+micro-batch, stay constant, and fall linearly to the last one. A slope has four numbers (the first and the last cost,
+and the length of the rise and of the fall), which are searched by the seconds of the simulated step.
 """
 
 from collections.abc import Callable
@@ -14,28 +14,28 @@ import numpy as np
 
 __all__ = ["slope_targets"]
 
-_PARTS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # of the level, that the first or the last micro-batch costs
-_RAMPS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # micro-batches of a slope
+_PARTS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # cost of the first or the last micro-batch over the constant cost between
+_RAMPS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # micro-batches of a rise or a fall
 _ROUNDS = 4
-_FEW = 64  # micro-batches that are simulated in a search: more of them have a longer level, and hardly another slope
+_FEW = 64  # most micro-batches simulated in a search: with more, the constant part is longer and slopes hardly change
 
 
 @lru_cache(maxsize=64)
 def slope_targets(micro_batches: int, step: Callable[[np.ndarray], float], most: float) -> np.ndarray:
-    """float64 [micro-batch], mean 1: what each should cost, relative to the others.
+    """float64 [micro-batch], target costs with mean 1; all 1 if no slope is quicker.
 
     micro_batches: of the step.
-    step: float64 [micro-batch], costs -> seconds of the step; ValueError for a number of micro-batches that the
-        schedule does not have.
+    step: a function from costs, float64 [micro-batch], to seconds of the step. It raises ValueError for a number of
+        micro-batches that the schedule does not allow.
     most: the largest target allowed, at least 1.
 
-    Returns ones where no slope is quicker. What was found is remembered, since a search simulates hundreds of steps.
+    Results are cached, since a search simulates hundreds of steps.
     """
     best, found = np.ones(micro_batches), step(np.ones(micro_batches))
     few = min(micro_batches, _FEW)
     try:
         step(np.ones(few))
-    except ValueError:  # groups of an interleaved schedule want other numbers
+    except ValueError:  # an interleaved schedule needs a multiple of its group of micro-batches
         few = micro_batches
     ramps = [ramp for ramp in _RAMPS if ramp <= few]
     choices = (_PARTS, ramps, _PARTS, ramps)
@@ -60,7 +60,7 @@ def slope_targets(micro_batches: int, step: Callable[[np.ndarray], float], most:
 
 
 def _slope(micro_batches: int, first: float, up: float, last: float, down: float) -> np.ndarray:
-    """Costs with mean 1. first, last: parts of the level; up, down: micro-batches until and from the level."""
+    """Costs with mean 1. first, last: cost over the constant cost between; up, down: micro-batches of rise and fall."""
     at = np.arange(micro_batches)
     costs = np.minimum(first + (1 - first) * at / up, last + (1 - last) * at[::-1] / down).clip(max=1.0)
     return np.asarray(costs / costs.mean())

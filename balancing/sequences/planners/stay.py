@@ -1,7 +1,7 @@
-"""Attention in equal shares where tokens already lie on ranks and linear layers keep them there.
+"""Balanced attention near a given layout: tokens already lie on ranks, and linear layers keep them there.
 
-Of a document's tokens the last ones have the most query-key pairs, so a rank with too much work sheds the ends of its
-longest pieces, and few tokens travel. Whole documents go where one fits, since they need no keys of another rank.
+The last tokens of a document have the most query-key pairs, so a rank with too much work gives away the ends of its
+longest pieces, and few tokens move. A whole document is moved where one fits, since it needs no keys of another rank.
 """
 
 import math
@@ -17,11 +17,11 @@ __all__ = ["Lengths", "shed_tails", "zigzag"]
 
 Lengths = tuple[tuple[int, ...], ...]  # tokens of the sequences of each data-parallel rank
 
-_EVEN = 0.01  # of the mean area, by which ranks may differ from it
+_EVEN = 0.01  # ranks may differ from the mean area by this share of it
 
 
 def shed_tails(linear: Sequence[Shard], lengths: Sequence[int], cluster: Cluster) -> list[Shard]:
-    """The layout of attention, of about equal area on all ranks of `cluster`, nearest to the given one.
+    """A layout of attention near the given one, with about equal area on all ranks of `cluster`.
 
     linear: the given layout.
     lengths: tokens of each sequence.
@@ -71,17 +71,17 @@ def _area(piece: tuple[int, int, int]) -> int:
 
 
 def _choose(pieces: list[tuple[int, int, int]], lengths: Sequence[int], wanted: int) -> tuple[int, int, int]:
-    """The piece to move, or to cut: a whole document that has more than half of the `wanted` area and no more than it;
-    else the piece with the latest tokens."""
+    """The piece to move or to cut: a whole document with at least half of the `wanted` area and at most all of it, else
+    the piece with the latest tokens."""
     fitting = [p for p in pieces if p[1] == 0 and p[2] == lengths[p[0]] and wanted < 2 * _area(p) <= 2 * wanted]
     return max(fitting, key=_area) if fitting else max(pieces, key=lambda piece: (piece[2], piece))
 
 
 def zigzag(lengths: Lengths, ways: int) -> list[Shard]:
-    """The layout of sequences that loops have: of each rank in the order of its rows.
+    """The layout that training loops use: whole sequences, or zig-zag pieces with context parallelism.
 
-    lengths: of the sequences of each data-parallel rank.
-    ways: context-parallel ranks of each of them, which hold two of 2 x ways pieces of each of its sequences.
+    lengths: tokens of the sequences of each data-parallel rank, in the order of its rows.
+    ways: context-parallel ranks of each data-parallel rank. Each holds two of 2 x ways pieces of every sequence.
 
     Raises ValueError for a sequence that does not cut into equal pieces.
     """

@@ -1,25 +1,25 @@
 """Zeppelin's partitioner: short sequences stay on a rank, medium ones in a node, long ones span nodes.
 
-Zeppelin (arXiv 2509.21841, section 3.1, algorithms 1 and 2) puts sequences into buckets of nodes, then each node's into
-buckets of ranks, longest first. A sequence that is split becomes a ring of G ranks, cut zig-zag into 2G pieces of equal
-tokens and area. The paper's pseudo code was not available when this was written; this follows descriptions of it:
+Zeppelin (arXiv 2509.21841, section 3.1, algorithms 1 and 2) puts sequences into buckets of nodes, then the sequences of
+each node into buckets of ranks, longest first. This follows descriptions of the paper's algorithms, not its pseudo
+code:
 
-- Where zones begin. A sequence is split where it must be, because its area or its tokens exceed a node's or a rank's
-  share, and where it may be, because it is so long that a ring hides its communication (`cost.hidden_tokens` is where
-  compute and transfer take equally long).
-- Number of pieces. As many as bring a piece to half the mean area if their transfers stay hidden, so that buckets fill
-  evenly; else as few as bring it to the mean.
-- Tokens that fit no bucket. The sequence at hand, which is the longest left, is split as well.
+- Sequences to split. A sequence must be split if its area or its tokens exceed the share of a node or a rank. It may be
+  split if it is so long that a ring hides its communication. `cost.hidden_tokens` is the length at which compute and
+  transfer take equally long.
+- Number of pieces. If transfers stay hidden, as many as bring a piece to half the mean area, so that buckets fill
+  evenly; else as few as bring a piece to the mean area.
+- Tokens that fit no bucket. The current sequence, the longest one left, is split.
 
 The layout is balanced in area only; for linear layers tokens are remapped (`linear_layout`).
 
-A ring is cut in a zig-zag: rank i of G holds pieces i and 2G - 1 - i, so that each has the same area. Megatron-LM and
-Transformer Engine cut this way after padding to a multiple of 2G. Nothing is padded here: pieces differ by a token
-where the length does not divide.
+A split sequence is a ring of G ranks. It is cut in a zig-zag into 2G pieces: rank i of G holds pieces i and 2G - 1 - i,
+so that each rank has the same tokens and area. Megatron-LM and Transformer Engine cut this way after padding to a
+multiple of 2G. Nothing is padded here: pieces differ by a token where the length does not divide.
 
-The methods "ring" and "gather" cut every sequence so over all ranks: "ring" is Transformer Engine's p2p context
-parallelism, "gather" that of Llama 3 (arXiv 2407.21783, section 3.3.2), which cuts the whole pack rather than each
-document and is less balanced.
+The methods "ring" and "gather" cut every sequence this way over all ranks. "ring" is Transformer Engine's p2p context
+parallelism. "gather" is the context parallelism of Llama 3 (arXiv 2407.21783, section 3.3.2), but Llama 3 cuts the
+whole pack rather than each document and is less balanced.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ from balancing.sequences.sequence_plan import AttentionShape, Shard
 __all__ = ["even_counts", "even_layout", "zigzag", "zone_layout"]
 
 # A piece has at most a bucket's share of the area, divided by a grain. Finer pieces balance better and cause more
-# traffic, so the first grain is taken that keeps the fullest rank below _BALANCED times the mean.
+# traffic, so the first grain that keeps the largest area of a rank below _BALANCED times the mean is taken.
 _GRAINS, _BALANCED = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0), 1.15
 
 
@@ -45,13 +45,13 @@ class _Buckets:
         self.room, self.area = room[:], area[:]  # tokens that still fit; query-key pairs held
         self._queue = [(held, at) for at, held in enumerate(area)]  # least area first; holds stale entries
         heapify(self._queue)
-        # Too full for the current sequence, most room first; they return to the queue when shorter sequences come.
+        # Buckets too full for the current sequence, most room first. They return to the queue for shorter sequences.
         self._full: list[tuple[int, int]] = []
 
     def place(self, length: int, area: float, pieces: int) -> list[int] | None:
-        """Put equal pieces of a sequence into the buckets of least area: `pieces`, or more where room is short.
+        """Put equal pieces of a sequence into the buckets of least area: `pieces` pieces, or more if room is short.
 
-        Returns the buckets, or None if the sequence does not fit. Sequences come longest first.
+        Returns the buckets, or None if the sequence does not fit. Sequences must come longest first.
         """
         if pieces == 1 and (one := self._emptiest(length)) is not None:
             self.room[one] -= length
@@ -107,7 +107,7 @@ def zone_layout(
 
     lengths: tokens of each sequence.
     cluster: of all ranks.
-    shape: the model, for the lengths at which rings hide their transfers.
+    shape: the model, for the length from which on a ring hides its transfers.
     capacity: most tokens of a rank. Sequences cut evenly over all ranks always fit a capacity of the mean.
     """
     order = sorted(range(len(lengths)), key=lambda sequence: (-lengths[sequence], sequence))
@@ -137,7 +137,7 @@ def zone_layout(
 def _zones(
     batch: Sequence[_Sequence], cluster: Cluster, shape: AttentionShape, capacity: int, grain: float, most: float
 ) -> tuple[_Split | None, float]:
-    """The ranks that share each sequence, and the area of the fullest rank.
+    """The ranks that share each sequence, and the largest area of a rank.
 
     (None, that area) if a rank has more area than `most`; (None, infinity) if sequences do not fit.
     """
@@ -179,13 +179,13 @@ def _zones(
 def _partition(
     sequences: Sequence[_Sequence], buckets: _Buckets, capacity: int, hidden: float, grain: float
 ) -> _Split | None:
-    """The buckets of each sequence, with an equal piece in each, so that areas are balanced; None if they do not fit.
+    """The buckets of each sequence, an equal piece in each, so that areas are balanced; None if sequences do not fit.
 
     sequences: longest first.
-    buckets: with what they hold already.
+    buckets: with the tokens and the area that they already hold; altered.
     capacity: most tokens of a bucket.
-    hidden: tokens of a piece from which on its transfers are hidden.
-    grain: a piece has at most a bucket's share of the area divided by it.
+    hidden: least tokens of a piece whose transfers are hidden.
+    grain: a piece has at most a bucket's share of the area divided by `grain`.
     """
     number = len(buckets.room)
     share = (sum(buckets.area) + sum(area for _, _, area in sequences)) / number
@@ -205,7 +205,7 @@ def _partition(
 
 
 def _ring(sequence: _Sequence, members: list[int], rooms: list[int]) -> list[Shard]:
-    """Shards of a sequence over ranks, the remainder where most room is. Alters rooms."""
+    """Shards of a sequence over ranks; the remainder goes to ranks with most room. Alters `rooms`."""
     if len(members) == 1:
         rooms[members[0]] -= sequence.length
         return [Shard(sequence.number, 0, sequence.length, members[0])]
@@ -219,7 +219,7 @@ def _ring(sequence: _Sequence, members: list[int], rooms: list[int]) -> list[Sha
 
 
 def even_layout(lengths: Sequence[int], ranks: int) -> list[Shard]:
-    """Every sequence over all ranks. Remainders go to ranks in turn, so that ranks differ by one token at most."""
+    """Shards of every sequence over all ranks. Remainders rotate over ranks, so that ranks differ by at most a token."""
     shards: list[Shard] = []
     first, members = 0, range(ranks)
     for sequence in sorted(range(len(lengths)), key=lambda sequence: (-lengths[sequence], sequence)):
