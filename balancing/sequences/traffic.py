@@ -215,7 +215,7 @@ def link_tokens_seconds(
 
 
 class _Members(NamedTuple):
-    """int64 [member]: a member is a rank that holds a part of a sequence. By sequence, then in the order of its ring."""
+    """int64 [member]: a member is a rank that holds a part of a sequence. Sorted by sequence, then in ring order."""
 
     sequence: np.ndarray
     rank: np.ndarray

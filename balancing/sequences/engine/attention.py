@@ -1,11 +1,11 @@
 """Exact attention over a batch of sequences whose tokens a plan has spread over ranks.
 
-q, k and v come in the layout of the linear layers, and the output goes back in it; where attention has another layout,
-the call changes it, with q, k and v in one message to each peer. In between it runs the rank's program (`program`):
-keys and values travel while the rank computes. Partial results are merged in float32 (float64 stays float64) in a fixed
+q, k, v and the output have the layout of the linear layers. Where attention has another layout, tokens are remapped
+before and after, with q, k and v in one message to each peer. In between the rank runs its program (`program`): keys
+and values are sent while the rank computes. Partial results are merged in float32 (float64 stays float64) in a fixed
 order, so that a run repeats bit for bit. No query-key pair that the mask hides is computed, except inside tiles
 (Zeppelin, arXiv 2509.21841, section 4). An attention sink is merged once for each query, after its last keys. With
-multi-latent attention, latents can travel in the place of keys and values (`latents`).
+multi-latent attention, latents can be sent in place of keys and values (`latents`).
 
 There is no dropout: its masks would have to be the same under every plan.
 """
@@ -32,18 +32,21 @@ __all__ = ["SequenceAttention"]
 
 
 class SequenceAttention:
-    """Causal attention of each sequence of a plan to itself, forward and backward, in the plan's window if it has one.
-    All layers of a step that have this plan may share one.
+    """Causal attention within each sequence of a plan, forward and backward, in the plan's window if it has one.
+
+    All layers of a step that follow this plan may share one object.
 
     plan: of the whole batch.
-    program: this rank's part of the plan, as `compile_rank` gives it.
-    process_group: plan.ranks processes, where this one has rank program.rank; all processes by default. They call
-        attention the same number of times in the same order, and use the group for nothing else meanwhile.
-    kernel: computes attention of pieces; by default the fastest for the device and type of q.
+    program: this rank's part of the plan, from `compile_rank`.
+    process_group: plan.ranks processes, in which this process has rank program.rank; all processes by default. All of
+        them must call attention the same number of times in the same order, and must not use the group for anything
+        else meanwhile.
+    kernel: computes attention of pieces; by default the fastest kernel for the device and type of q.
     timed: as in `Statistics`.
 
-    `statistics` counts what has been sent. Raises ValueError for the program of another plan, and a group that the plan
-    does not fit.
+    `statistics` counts the bytes sent.
+
+    Raises ValueError for the program of another plan, and for a group whose size or rank does not fit the plan.
     """
 
     def __init__(
@@ -71,9 +74,9 @@ class SequenceAttention:
         self._rows = DeviceRows([], {})
 
     def upload(self, device: torch.device, more: Sequence[np.ndarray] = ()) -> list[torch.Tensor]:
-        """Bring everything that the program needs to the device in one copy, which the host does not wait for.
+        """Copy the program's tables to the device in one asynchronous copy.
 
-        more: arrays of whole numbers below 2^31 that go along. Returns them, int32 on the device.
+        more: further arrays of whole numbers below 2^31 for the same copy. Returns them, int32 on the device.
         """
         self._rows, uploaded = rows_on_device(self.program.program.calls, self.program.table, device, more)
         self._device = device
@@ -93,17 +96,18 @@ class SequenceAttention:
         """The output [tokens, heads, value_size] of this rank's tokens, in the order of the linear layout.
 
         q: [tokens, heads, head_size], of this rank's tokens in the linear layout, in order.
-        k: [tokens, kv_heads, head_size], likewise.
-        v: [tokens, kv_heads, value_size], likewise.
+        k: [tokens, kv_heads, head_size], of the same tokens.
+        v: [tokens, kv_heads, value_size], of the same tokens.
         softmax_scale: 1 / sqrt(head_size) by default.
-        sink: [heads], a score that every query of a head has besides those of its keys, with no value, as in GPT-OSS.
-            Its gradient is that of this rank's queries.
-        latent: [tokens, latent], from which k and v were projected; it travels in their place. The last numbers of k,
-            which are not projected, are the same in all heads.
-        projection: [kv_heads x (projected numbers of a key + value_size), latent], the weight. Its gradient is that of
-            the keys and values that this rank receives; that of its own ones is in the gradients of k and v.
+        sink: [heads], an additional score of every query of a head, without a value, as in GPT-OSS. Its gradient covers
+            this rank's queries.
+        latent: [tokens, latent], from which k and v were projected; it is sent in their place. The last elements of a
+            key that are not projected are the same in all heads.
+        projection: [kv_heads x (projected elements of a key + value_size), latent], the weight. Its gradient covers
+            only keys and values that this rank receives. The gradients of k and v cover the rank's own tokens.
 
-        Raises ValueError for shapes or types that do not fit the plan or each other.
+        Raises ValueError for shapes or types that do not fit the plan or each other, and for `latent` without
+        `projection` or `projection` without `latent`.
         """
         self._check(q, k, v, sink)
         scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
@@ -112,7 +116,7 @@ class SequenceAttention:
             self.upload(q.device)
         call = AttentionCall(self.program, self.transport, self.statistics, kernel, scale, self._rows)
         if (latent is None) != (projection is None):
-            raise ValueError("latent and projection go together")
+            raise ValueError("latent and projection go together; give both or neither")
         return _Attention.apply(q, k, v, sink, latent, projection, call)
 
     def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None) -> None:
@@ -178,7 +182,7 @@ class _Attention(torch.autograd.Function):
         program = call.rank_program.program
         q, out, logsumexp, sink, *saved = ctx.saved_tensors
         grad = grad.contiguous() if to_attention is None else call.change_layout(to_attention, grad)[0]
-        if program.rows > program.tokens:  # the last one travels
+        if program.rows > program.tokens:  # the last saved tensor is sent and needs rows for received tokens
             of_rank, saved[-1] = saved[-1], saved[-1].new_empty(program.rows, *saved[-1].shape[1:])
             saved[-1][: program.tokens] = of_rank
         kv, travelling = saved if len(saved) > 1 else (saved[0], None)
@@ -211,7 +215,7 @@ class _Pass:
         projection: Projection | None,
     ) -> None:
         self.call, self.q, self.kv, self.projection = call, q, kv, projection
-        self.sent = kv if latents is None else latents  # the workspace whose rows travel
+        self.sent = kv if latents is None else latents  # the workspace whose rows are sent
         self.received = () if projection is None else is_received(call.rank_program.program)
         self.dtype = accumulation_dtype(q.dtype)
         self.moving: dict[TransferGroup, Pending] = {}
@@ -232,13 +236,13 @@ class _Pass:
                 self.moving[step.group] = self.call.start(step.group, self.rows_of(step.group), self.q.dtype)
             else:
                 self.call.statistics.wait(self.moving.pop(step.group))
-        assert not self.moving, "what is started is waited for"
+        assert not self.moving, "every started transfer group is waited for"
 
     def rows_of(self, transfer_group: TransferGroup) -> torch.Tensor:
         return self.sent
 
     def projects(self, call: int) -> Projection | None:
-        """What projects the keys and values of a call; None for those that the rank has."""
+        """The projection for the keys and values of a call; None for the rank's own keys."""
         return self.projection if self.projection is not None and self.received[call] else None
 
     def keys(self, call: int, rows: CallRows) -> tuple[torch.Tensor, torch.Tensor]:
@@ -247,7 +251,7 @@ class _Pass:
         return _halves(rows_of_keys(self.kv, rows), self.q)
 
     def of_queries(self, rows: CallRows) -> tuple[torch.Tensor, ...]:
-        """What a call takes of its queries. Rounds that follow each other mostly have the same ones."""
+        """The tensors of a call's queries. They are kept, since consecutive rounds mostly have the same queries."""
         if isinstance(rows.queries, slice):
             return self.take(rows.queries)
         if self._taken is None or self._taken[0] is not rows.queries:
@@ -343,10 +347,10 @@ class _Backward(_Pass):
 
 
 def _shared(k: torch.Tensor, projection: Projection) -> torch.Tensor:
-    """The part of keys that all heads share, of the first head, [row, 1, shared]."""
+    """The part of keys that all heads share, taken from the first head, [row, 1, shared]."""
     return k[:, :1, projection.head_size - projection.shared :]
 
 
 def _halves(kv: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values, of rows of the workspace. Keys are as large as queries."""
+    """Keys and values of rows of the workspace. A key has the size of a query."""
     return kv[..., : q.shape[2]], kv[..., q.shape[2] :]

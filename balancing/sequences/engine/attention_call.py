@@ -1,4 +1,4 @@
-"""One call of attention: a rank's program with the transport that carries its messages, and counts of what it sends."""
+"""One call of attention: a rank's program, the transport that carries its messages, and counts of bytes sent."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,11 +21,11 @@ __all__ = ["AttentionCall", "Statistics"]
 
 @dataclass
 class Statistics:
-    """What attention has sent from this rank since it was made, in bytes, messages relayed for other ranks included.
+    """Bytes that attention has sent from this rank, messages relayed for other ranks included.
 
     intra_bytes, inter_bytes: keys, values and their gradients, to ranks of the same node and of other nodes.
-    remap_intra_bytes, remap_inter_bytes: changes of layout, likewise.
-    timed: whether waits on CUDA are measured, which costs two events each.
+    remap_intra_bytes, remap_inter_bytes: changes of layout, to ranks of the same node and of other nodes.
+    timed: whether waits on CUDA are measured, at two events a wait.
     """
 
     intra_bytes: int = 0
@@ -38,7 +38,7 @@ class Statistics:
 
     @property
     def exposed_seconds(self) -> float:
-        """Seconds for which the rank, or on CUDA its stream, waited for transfers. Blocks until those under way end."""
+        """Seconds that the rank, on CUDA its stream, has waited for transfers. Blocks until all measured waits end."""
         for begin, end in self._marks:
             end.synchronize()
             self._waited += begin.elapsed_time(end) / 1e3
@@ -68,14 +68,14 @@ class Statistics:
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """What the forward and the backward pass of one call share.
+    """Objects that the forward and the backward pass of one call share.
 
     rank_program: the program of this rank.
-    transport: carries its messages.
-    statistics: counts them.
+    transport: carries the program's messages.
+    statistics: counts the bytes of the messages.
     kernel: computes attention of pieces.
     scale: factor of the scores.
-    rows: of the program's calls and messages, on the device.
+    rows: rows of the program's calls and messages, on the device.
     """
 
     rank_program: RankProgram
@@ -92,20 +92,20 @@ class AttentionCall:
         rows: the workspace [row, kv_heads, head_size + value_size], of keys and values or of their gradients.
         dtype: of keys.
 
-        Gradients of gathered keys are rounded to the type of keys where they are sent, as kernels round them: by each
-        rank that saw the keys, and the sum of a node's ranks where it leaves the node. Sums on a ring keep their type
-        inside a node and are rounded where they leave it.
+        Gradients of gathered keys are sent in the type of keys: each rank that saw the keys rounds its gradients, and
+        the sum of a node's ranks is rounded before it leaves the node. Sums on a ring keep their type inside a node and
+        are rounded before they leave it.
         """
         return self._prepare(transfer_group, rows, dtype)()
 
     def chain(self, rows: torch.Tensor, dtype: torch.dtype) -> Chain:
-        """What starts the program's transfer groups of keys that ranks send on. rows, dtype: as in `start`."""
+        """The chain of the program's transfer groups of keys that ranks send on. rows, dtype: as in `start`."""
         groups = self.rank_program.program.chained
         stream = self.transport.stream(rows.device) if groups and rows.is_cuda else None
         return Chain({group: self._prepare(group, rows, dtype) for group in groups}, stream)
 
     def _prepare(self, transfer_group: TransferGroup, rows: torch.Tensor, dtype: torch.dtype) -> Callable[[], Pending]:
-        """Count the messages of a transfer group; returns what starts them."""
+        """Count the messages of a transfer group and return a function that starts them."""
         messages, slices = (
             self.rank_program.program.messages[transfer_group],
             self.rank_program.routes.get(transfer_group, ()),
@@ -118,10 +118,10 @@ class AttentionCall:
 
     @named("remap of tokens")
     def change_layout(self, messages: Messages, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """`parts` [token, heads, head_size], of any heads and sizes, in the other layout, sent in one message to each
-        peer.
+        """Send `parts` to the other layout, in one message to each peer; returns them in that layout.
 
         messages: the program's `to_attention` or `to_linear`.
+        parts: [token, heads, head_size] each; heads and sizes may differ.
         """
         transfer_group = TO_ATTENTION if messages is self.rank_program.to_attention else TO_LINEAR
         flat = len({part.shape[2] for part in parts}) > 1  # heads of several sizes: [token, numbers]
@@ -142,7 +142,7 @@ class AttentionCall:
         return self.rank_program.cluster is None or self.rank_program.cluster.same_node(peer, self.rank_program.rank)
 
     def _peers(self, messages: Messages, slices: Sequence[Slice]) -> set[int]:
-        """The ranks that send to this one or receive from it, and those whose messages it relays."""
+        """The ranks that send to this rank or receive from it, and those whose messages it relays."""
         ends = {rank for piece in slices for rank in piece.flow}
         return ends | {message.peer for message in (*messages.sends, *messages.receives)}
 
@@ -164,7 +164,7 @@ class AttentionCall:
 def _sent(
     messages: Messages, rank: int, dtypes: Dtypes, slices: Sequence[Slice]
 ) -> Iterator[tuple[int, torch.dtype, int]]:
-    """(peer, type, rows) of each message that `rank` sends, its own and those it relays."""
+    """(peer, type, rows) of each message that `rank` sends, relayed ones included."""
     routed = {piece.flow for piece in slices}
     for message in messages.sends:
         if message.peer != rank and (rank, message.peer) not in routed:

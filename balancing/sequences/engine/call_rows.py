@@ -1,9 +1,9 @@
 """Rows that calls and messages of a program read and write, on the device, in one upload a micro-batch.
 
-A call of a kernel takes its queries and keys one behind the other. Where they lie so in the workspace they are a slice
-of it; else they are copied together by a table of row numbers. A kernel on a GPU also takes the ends of its pieces. The
-rows of a transfer group that are not adjacent are copied in one operation each way, too. All tables of a program are
-one array, which is made where the program is made and copied to the device once.
+A call of a kernel needs its queries adjacent and its keys adjacent. If they are adjacent in the workspace, the call
+takes a slice of it; else a table of row numbers is used to copy them together. A kernel on a GPU also needs the ends of
+its pieces. Rows of a transfer group that are not adjacent are copied in one operation for sending and one for
+receiving. All tables of a program are one array, which is made with the program and copied to the device once.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,16 +18,16 @@ from balancing.upload import upload
 
 __all__ = ["CallRows", "DeviceRows", "MessageRows", "RowTable", "make_table", "rows_on_device"]
 
-Index = slice | torch.Tensor  # of rows; int32 on the device
-_ALIGNED = 4  # numbers; Triton compiles a kernel anew for pointers that are not multiples of 16 bytes
+Index = slice | torch.Tensor  # of rows; a tensor is int32 on the device
+_ALIGNED = 4  # int32; Triton compiles a kernel anew for pointers that are not multiples of 16 bytes
 
 
 class CallRows(NamedTuple):
     """One call on a device.
 
     queries, keys: rows of the workspace.
-    added: rows of keys by which gradients are added: (which of the call's keys, rows of the workspace) one after
-        another, in each of which a row occurs once; None for all of the call's keys.
+    added: how gradients of keys are added to the workspace, one operation for each (which of the call's keys, rows of
+        the workspace). `which` is None for all keys of the call. No row occurs twice in an operation.
     pieces: with their ends on the device.
     merges: as in `Call`.
     """
@@ -40,13 +40,13 @@ class CallRows(NamedTuple):
 
 
 class MessageRows(NamedTuple):
-    """Rows of the messages of a transfer group on a device, one message behind another; None where there are none.
+    """Rows of the messages of a transfer group on a device, message after message; None where there are no rows.
 
     sends: of `Messages.packed_sends`.
     receives: of `Messages.packed_receives`.
-    added: rows to which what is received is added, each once; None where nothing is.
-    terms: [term, row], which of what is received makes up the sum of a row, in order of peers, with the number of all
-        for none; None where each row of `added` receives one.
+    added: rows to which received rows are added; no row occurs twice. None if nothing is added.
+    terms: [term, row], for each row of `added` the received rows to sum, in order of peers. The number of all received
+        rows stands for no further term. None if each row of `added` receives one term.
     """
 
     sends: torch.Tensor | None
@@ -56,14 +56,14 @@ class MessageRows(NamedTuple):
 
 
 class DeviceRows(NamedTuple):
-    """Rows of a program's calls, by number, and messages."""
+    """Rows of a program's calls, in order, and of its messages."""
 
     calls: list[CallRows]
     messages: dict[TransferGroup, MessageRows]
 
 
 class Place(NamedTuple):
-    """Rows [start, stop), or if `listed`, the rows that numbers [start, stop) of a table list."""
+    """Rows [start, stop), or if `listed`, the rows at positions [start, stop) of a table."""
 
     start: int
     stop: int
@@ -71,7 +71,7 @@ class Place(NamedTuple):
 
 
 class CallPlaces(NamedTuple):
-    """Places of a `CallRows`, and of the ends of its pieces. Of `added`, None is all of the call's keys."""
+    """Places of a `CallRows` and of the ends of its pieces. In `added`, None is all of the call's keys."""
 
     query_ends: Place
     key_ends: Place
@@ -81,7 +81,7 @@ class CallPlaces(NamedTuple):
 
 
 class MessagePlaces(NamedTuple):
-    """Places of a `MessageRows`; None where that has none."""
+    """Places of a `MessageRows`; None where it has None."""
 
     sends: Place | None
     receives: Place | None
@@ -92,9 +92,9 @@ class MessagePlaces(NamedTuple):
 class RowTable(NamedTuple):
     """Tables of all calls and messages in one array. It can be pickled and compared.
 
-    numbers: int32 [number], as bytes.
-    calls: of each call.
-    messages: of each transfer group with rows that are not adjacent.
+    numbers: the array, int32, as bytes.
+    calls: places of each call.
+    messages: places of each transfer group with rows that are not adjacent.
     """
 
     numbers: bytes
@@ -103,7 +103,7 @@ class RowTable(NamedTuple):
 
 
 class _Numbers:
-    """The numbers of a table, while it is made. Equal ranges of rows are listed once."""
+    """Builder of a table. Equal ranges of rows are listed once."""
 
     def __init__(self) -> None:
         self._arrays: list[np.ndarray] = []
@@ -117,7 +117,7 @@ class _Numbers:
         return place
 
     def add_rows(self, ranges: tuple[Rows, ...]) -> Place:
-        """The place of rows, which are listed if they are several ranges."""
+        """The place of rows; several ranges are listed in the table."""
         if len(ranges) == 1:
             return Place(*ranges[0], False)
         if ranges not in self._known:
@@ -180,9 +180,9 @@ def _message_places(messages: Messages, numbers: _Numbers) -> MessagePlaces | No
 def rows_on_device(
     calls: Sequence[Call], table: RowTable, device: torch.device, more: Sequence[np.ndarray] = ()
 ) -> tuple[DeviceRows, list[torch.Tensor]]:
-    """Calls and messages with their rows on `device`, and the arrays `more`, int32 [number] each.
+    """Calls and messages with their rows on `device`, and the arrays `more` on `device` as int32.
 
-    more: of whole numbers below 2^31. They travel in the same copy.
+    more: arrays of whole numbers below 2^31, for the same copy.
     """
     of_table = np.frombuffer(table.numbers, np.int32)
     numbers = np.concatenate((of_table, *more)).astype(np.int32, copy=False)
@@ -223,7 +223,7 @@ def _rows(ranges: Sequence[Rows]) -> np.ndarray:
 
 
 def _without_repeats(rows: np.ndarray) -> Iterable[np.ndarray]:
-    """Positions in `rows`, divided so that no row occurs twice in a part: first occurrences, second ones, and so on."""
+    """Positions in `rows`, divided into parts without repeated rows: first occurrences, second ones, and so on."""
     order = np.argsort(rows, kind="stable")
     new = np.append(True, np.diff(rows[order]) != 0)
     first = np.maximum.accumulate(np.where(new, np.arange(len(rows)), 0))

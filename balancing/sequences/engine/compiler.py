@@ -1,23 +1,25 @@
-"""Compiles a plan into the program of one rank: which queries meet which keys, and when whose keys and values are sent.
+"""Compiles a plan into the program of one rank: its blocks of queries and keys, and the order of its transfers.
 
 Every rank derives its program from the plan alone, without communication (Zeppelin, arXiv 2509.21841, section 4: the
 attention engine).
 
-- The rank's own tokens of a sequence, sorted by position, meet each other under one causal mask, whichever pieces of
-  the sequence they are. A shard of another rank is then seen whole or not at all by each run of own queries.
+- Own tokens: the rank's own queries and keys of a sequence, sorted by position, are one task with a causal mask, even
+  if they are several pieces of the sequence. A shard of another rank lies wholly before or wholly after each run of own
+  queries.
 - A "ring" sequence is on G ranks. In round t a rank computes with the keys and values of the t-th rank before it and
-  passes them on meanwhile. In the backward pass the gradients of keys and values follow them and end on their rank.
-- A "gather" sequence: a rank receives all other ranks' keys before its last queries, in a few turns, those of other
-  nodes once a node and then by a copy (`gather`). All queries meet the keys of a turn while the next is under way; then
-  these keys' gradients go back to the ranks that hold them, added up once a node.
-- In a window a rank receives the keys before its runs that its first queries see. These queries wait for them; all
-  others meet own keys alone. Every query is computed once, with all of its keys, so nothing is merged.
+  meanwhile passes them on. In the backward pass the gradients of keys and values follow them round the ring and end on
+  the rank that holds the keys.
+- A "gather" sequence: a rank receives, in a few turns, all other ranks' keys before its last queries. Keys of other
+  nodes enter a node once and are then copied (`gather`). All queries are computed with the keys of a turn while the
+  next turn is under way. Gradients of these keys then go back to the ranks that hold the keys, summed once a node.
+- With a window, a rank receives the keys that the first queries of its runs see. These queries wait for the keys; all
+  other queries see own keys only. Every query is computed once, with all of its keys, so nothing is merged.
 
-Sums have the same order in every run: of gradients along the ring, or by the rank that returns them.
+Gradients are summed in the same order in every run: along the ring, or by the rank that returns them.
 
-The workspace has one row for each token: first the rank's own tokens, sorted by sequence and position, then gathered
-keys, turn by turn, then keys that the rank receives only to send copies, then two buffers for rings over nodes and two
-for rings inside the node.
+The workspace has one row for each token, in this order: the rank's own tokens, sorted by sequence and position;
+gathered keys, turn by turn; keys that the rank receives only to send copies; two buffers for rings over nodes; two
+buffers for rings inside the node.
 """
 
 from collections import defaultdict
@@ -45,9 +47,9 @@ def make_program(
 
     plan: of the whole batch.
     rank: in the plan.
-    cluster: which ranks share a node; None if all do.
-    relays: transfer groups in which the rank relays messages of other ranks, so that it takes part in them even if it
-        has nothing to send or receive itself.
+    cluster: tells which ranks share a node; None if all do.
+    relays: transfer groups in which the rank relays messages of other ranks. It takes part in them even without
+        messages of its own.
     turn_tokens: least tokens of a turn of gathering, the same on all ranks.
 
     Raises ValueError for a rank outside the plan or a cluster that is smaller than the plan.
@@ -56,7 +58,7 @@ def make_program(
 
 
 class _Rounds:
-    """The rings over nodes, or those inside, that a rank is in: tasks of each round, and the rows of its blocks."""
+    """The rank's rings over nodes, or its rings inside the node: tasks and rows of the blocks of each round."""
 
     def __init__(self) -> None:
         self.blocks: dict[int, list[tuple[int, int, int]]] = defaultdict(list)  # round -> (from, sequence, source)
@@ -99,7 +101,7 @@ class _Builder:
         for shards in self.shards.values():
             for shard in shards:
                 self.parts[shard.sequence, shard.rank].append(shard)
-        # Where the rank sends or receives itself, its own messages replace these.
+        # Empty messages, replaced below where the rank itself sends or receives.
         self.messages = {
             transfer_group: Messages((), (), adds=transfer_group.kind in ("return", "ring return"))
             for transfer_group in relays
@@ -142,7 +144,8 @@ class _Builder:
         return Program(self.rank, self.own_shards, self.rows, self.messages, calls, forward, backward, tuple(gathers))
 
     def _own_windows(self, sequence: int, window: int, local: bool) -> None:
-        """Add tasks of own queries whose windows hold own keys alone: all of a run but its first, if it has any."""
+        """Add tasks of own queries whose windows hold only own keys: the queries of a run after the first `window`, in
+        a run at the start of the sequence all."""
         for start, stop in runs_of(self.parts[sequence, self.rank]):
             first = start + window if start else 0
             if first < stop:
@@ -152,7 +155,7 @@ class _Builder:
                 self.local.append(local)
 
     def _own_rows(self, sequence: int, start: int, stop: int) -> Rows:
-        """Own rows of tokens [start, stop), which lie in one own shard or in several adjacent ones."""
+        """Own rows of tokens [start, stop), which must lie in one own shard or in several adjacent own shards."""
         first = next(s for s in self.parts[sequence, self.rank] if s.start <= start < s.stop)
         row = self.row[first[:2]] + start - first.start
         return row, row + stop - start
@@ -160,16 +163,15 @@ class _Builder:
     # Gathered keys.
 
     def _gather(self) -> bool:
-        """Make messages and tasks of gathered keys. Returns whether any ranks of the plan send copies."""
+        """Make messages and tasks of gathered keys. Returns whether any rank of the plan sends copies."""
         found = gathering(self.plan, self.node, self.turn_tokens)
         own = [one for one in found.transfers if self.rank in (one.source, one.target)]
         coming = sorted(one for one in own if one.target == self.rank and one.turn is not None)
-        last: dict[tuple[bool, int | None], int] = defaultdict(
-            int
-        )  # (inter, turn) -> round in which its last keys come
+        # (inter, turn) -> round in which the turn's last keys arrive
+        last: dict[tuple[bool, int | None], int] = defaultdict(int)
         for one in coming:
             last[one.inter, one.turn] = max(last[one.inter, one.turn], one.round)
-        # What comes last in the same round is computed together.
+        # Turns whose last keys arrive in the same round are computed together.
         together: dict[TransferGroup, dict[int, list[Transfer]]] = defaultdict(lambda: defaultdict(list))
         for one in coming:
             together[TransferGroup("gather", one.inter, last[one.inter, one.turn])][one.sequence].append(one)
@@ -188,7 +190,7 @@ class _Builder:
         return found.copies
 
     def _gather_messages(self, transfers: Iterable[Transfer]) -> None:
-        """Messages of transfers from or to this rank. Both ends have them in one order, so their rows match."""
+        """Messages of transfers from or to this rank. Both ends list transfers in the same order, so rows match."""
         sides: dict[TransferGroup, tuple[dict[int, list[Rows]], dict[int, list[Rows]]]] = {}
         for one in transfers:
             sends = one.source == self.rank
@@ -204,7 +206,7 @@ class _Builder:
             self.messages[transfer_group] = Messages(sent, received, adds=transfer_group.kind == "return")
 
     def _rows_of(self, transfer: Transfer) -> Rows:
-        """Rows of the tokens of a transfer: own ones, those that came, or new ones, from which copies are sent."""
+        """Rows of the tokens of a transfer: own tokens, received tokens, or new rows to send copies from."""
         sequence, begin, stop = transfer[:3]
         if transfer.source == self.rank and (sequence, begin) not in self.came:
             return self._own_rows(sequence, begin, stop)
@@ -215,7 +217,7 @@ class _Builder:
         return row, row + stop - begin
 
     def _meet(self, tasks: list[Task], sequence: int, arriving: list[tuple[int, Rows]]) -> None:
-        """Add tasks of own queries that see keys that arrive. arriving: their first tokens and rows, in order."""
+        """Add tasks of own queries that see arriving keys. arriving: first token and rows of each range, in order."""
         first = arriving[0][1][0]
         for start, stop in runs_of(self.parts[sequence, self.rank]):
             seen = max((rows[1] for token, rows in arriving if token < start), default=first)
@@ -223,7 +225,7 @@ class _Builder:
                 _join(tasks, Task(self._own_rows(sequence, start, stop), (first, seen), causal=False, merges=True))
 
     def _edges(self, sequence: int, arriving: list[tuple[int, Rows]], window: int) -> Iterable[Task]:
-        """Tasks of the first queries of own runs, which see keys that arrive. arriving: as in `_meet`."""
+        """Tasks of the first queries of own runs, which see arriving keys in their window. arriving: as in `_meet`."""
         runs = runs_of(self.parts[sequence, self.rank])
         came = [(token, token + stop - start, start) for token, (start, stop) in arriving]
         own_keys = [(start, stop, self._own_rows(sequence, start, stop)[0]) for start, stop in runs]
@@ -271,7 +273,7 @@ class _Builder:
         return sum(shard.tokens for shard in self.parts[sequence, rank])
 
     def _tasks(self, rounds: _Rounds, sequence: int, turn: int, source: int) -> None:
-        """Add tasks of one round: each run of own queries sees a prefix of the block, which is sorted by position."""
+        """Add tasks of one round. Blocks are sorted by position, so each run of own queries sees a prefix of them."""
         first, _ = self._block(rounds, sequence, turn, source)
         keys = runs_of(self.parts[sequence, source])
         tasks = rounds.tasks[turn]
@@ -287,7 +289,7 @@ class _Builder:
         return row, row + self._tokens(sequence, source)
 
     def _ring_messages(self, inter: bool, turn: int) -> None:
-        """In round `turn` blocks are passed to the next rank; the sums of their gradients follow a round later."""
+        """Messages of round `turn`: blocks go to the next rank; the sums of their gradients follow a round later."""
         rounds = self.rounds[inter]
         sends, receives = defaultdict(list), defaultdict(list)
         sums_out, sums_in = defaultdict(list), defaultdict(list)
@@ -307,7 +309,7 @@ class _Builder:
 
 
 def _join(tasks: list[Task], task: Task) -> None:
-    """Add a task, or join it with the one before it if that has adjacent queries and the same keys."""
+    """Add a task, or join it with the last task if that has adjacent queries and the same keys."""
     before = tasks[-1] if tasks else None
     if before is not None and before.keys == task.keys and before.queries[1] == task.queries[0]:
         tasks[-1] = before._replace(queries=(before.queries[0], task.queries[1]))

@@ -1,16 +1,16 @@
-"""Keys that each rank must receive so that its queries of "gather" sequences see all keys before them, and their way.
+"""Transfers of keys of "gather" sequences: which keys each rank receives, in which turn, and from which rank.
 
-A rank needs each sequence up to its own last tokens. These keys arrive in a few turns of about as many tokens
-(`balancing.sequences.rounds`), and all of the rank's queries meet the keys of one turn while the next is under way. In
-the backward pass the gradients of a turn's keys are complete when the turn is computed, and are sent back while the
-next one is. A turn has a part of every shard, so in every turn all ranks that hold keys send some of them. The first
-turn and the last are half as long as the others: before the first keys come, and after the last have been computed,
-there may be nothing to do.
+A rank needs the keys of each sequence up to its own last tokens. The keys arrive in a few turns of about equally many
+tokens (`balancing.sequences.rounds`). All of the rank's queries are computed with the keys of one turn while the next
+turn is under way. In the backward pass the gradients of a turn's keys are complete once the turn is computed, and are
+sent back while the next turn is computed. A turn has a part of every shard, so all ranks that hold keys send in every
+turn. The first and the last turn are half as long as the others, since a rank may idle before the first keys arrive and
+after the last are computed.
 
-A key that ranks of a node need enters the node once: one of them receives it over the network and sends copies inside
-the node. Receivers are chosen so that all ranks of a node receive equally many keys from other nodes, so all of its
-network cards carry as much. Copies travel together with the next turn, in one transfer group. Gradients take the same
-way back: those of copies are added up by the receiver, and the sum leaves the node once, a transfer group later.
+A key that ranks of a node need enters the node once: one rank of the node receives it over the network and sends copies
+inside the node. Receivers are chosen so that all ranks of a node receive equally many keys from other nodes, and all
+NICs of the node carry equally much. Copies are sent in the same transfer group as the next turn. Gradients take the
+same way back: the receiver sums the gradients of the copies, and the sum leaves the node once, a transfer group later.
 """
 
 from collections import defaultdict
@@ -26,15 +26,16 @@ from balancing.sequences.window import reaches
 
 __all__ = ["Gathering", "Transfer", "gathering"]
 
-_PHASE = 79  # by which the rounding of turns differs from shard to shard, in tokens
+_PHASE = 79  # tokens by which the rounding of turns is shifted from shard to shard
 
 
 class Transfer(NamedTuple):
     """Keys of tokens [begin, stop) of `sequence` go from `source` to `target`, and their gradients go back.
 
-    turn: in which `target` computes with them; None if it only sends copies.
-    inter: whether the rank that they are for needs tokens of the sequence that are on another node.
-    round: of the transfer group of the keys. back: of that of the gradients.
+    turn: in which `target` computes with the keys; None if `target` only sends copies.
+    inter: whether the rank that needs the keys also needs tokens of the sequence from another node.
+    round: of the transfer group of the keys.
+    back: of the transfer group of the gradients.
     """
 
     sequence: int
@@ -53,8 +54,8 @@ class Gathering:
     """The gathered keys of a plan.
 
     transfers: of all ranks; a copy comes after the transfer that brings its keys to the node.
-    copies: whether any rank sends on what it receives. Gradients then leave a node a transfer group later than those
-        that stay in it.
+    copies: whether any rank sends on keys that it receives. If so, gradients that leave a node are sent a transfer
+        group later than gradients that stay in it.
     """
 
     transfers: tuple[Transfer, ...]
@@ -62,7 +63,7 @@ class Gathering:
 
 
 class _Piece(NamedTuple):
-    """Tokens of one shard that ranks of one node need, and in which turn."""
+    """Tokens of one shard that ranks `needers` of one node need in turn `turn`."""
 
     inter: bool
     turn: int
@@ -75,10 +76,10 @@ class _Piece(NamedTuple):
 
 
 def gathering(plan: SequencePlan, node: Sequence[int], turn_tokens: TurnTokens = SMALLEST_TURNS) -> Gathering:
-    """The transfers that bring all ranks what they need.
+    """The transfers that bring all ranks the keys that they need.
 
-    node: of each rank, ascending.
-    turn_tokens: least tokens of a turn. With a window all keys arrive in one turn: they are few.
+    node: node of each rank, ascending.
+    turn_tokens: least tokens of a turn. With a window all keys arrive in one turn, since they are few.
     """
     pieces = _in_windows(plan, node) if plan.window is not None else _in_turns(plan, node, turn_tokens)
     near = [piece for piece in pieces if node[piece.holder] == piece.node]
@@ -98,7 +99,7 @@ def gathering(plan: SequencePlan, node: Sequence[int], turn_tokens: TurnTokens =
 
 
 def _in_turns(plan: SequencePlan, node: Sequence[int], turn_tokens: TurnTokens) -> list[_Piece]:
-    """What ranks need of each shard, cut into turns. Keys of other nodes have the same turns on all ranks."""
+    """Tokens that ranks need of each shard, cut into turns. Keys of other nodes have the same turns on all ranks."""
     spread = {s for s, how in enumerate(plan.exchange) if how == "gather" and len(plan.ring(s)) > 1}
     by_number = by_sequence(shard for shard in plan.attention if shard.sequence in spread)
     lengths: dict[int, dict[int, tuple[bool, int]]] = {}  # sequence -> rank -> (inter, tokens before its last run)
@@ -139,8 +140,11 @@ def _in_turns(plan: SequencePlan, node: Sequence[int], turn_tokens: TurnTokens) 
 
 
 def _slices(tokens: int, number: int, phase: int) -> Iterator[Range]:
-    """Ranges of tokens of a shard, one a turn, cut at whole tiles. The first and the last turn have half as many tokens
-    as the others. phase: of the rounding, so that short shards do not all fall into one turn."""
+    """Ranges of tokens of a shard, one a turn, cut at whole tiles.
+
+    The first and the last turn have half as many tokens as the others. phase: shift of the rounding, in tokens, so that
+    short shards do not all fall into one turn.
+    """
     shares = [max(0, 2 * turn - 1) for turn in range(number)] if number > 2 else range(number)
     whole = 2 * (number - 1) if number > 2 else number
     tiles = [max(0, -((phase - tokens * share // whole) // TILE)) for share in shares]
@@ -148,7 +152,7 @@ def _slices(tokens: int, number: int, phase: int) -> Iterator[Range]:
 
 
 def _in_windows(plan: SequencePlan, node: Sequence[int]) -> list[_Piece]:
-    """What ranks need of each shard, all in one turn."""
+    """Tokens that ranks need of each shard with a window, all in one turn."""
     found = reaches(plan)
     inter = {
         (reach.sequence, reach.rank)
@@ -179,7 +183,7 @@ def _cut(
 
 
 def _entering(pieces: Iterable[_Piece], node: Sequence[int], *, level: bool) -> Iterator[tuple[_Piece, int]]:
-    """Pieces that come from another node, and the rank that receives them. level: as in `_Receivers`."""
+    """Pieces that come from another node, each with the rank that receives it. level: as in `_Receivers`."""
     together: dict[tuple[int, int], list[_Piece]] = defaultdict(list)
     for piece in pieces:
         if node[piece.holder] != piece.node:
@@ -192,9 +196,9 @@ def _entering(pieces: Iterable[_Piece], node: Sequence[int], *, level: bool) -> 
 
 
 class _Receivers:
-    """The ranks of a node, which receive equally many tokens of other nodes, up to a tile, over all turns so far.
+    """Chooses the ranks of a node that receive tokens of other nodes: equally many each, up to a tile, over all turns.
 
-    level: False for keys in windows, which are so few that only ranks that need them receive them.
+    level: whether to balance. False for keys in windows: they are few, so only ranks that need them receive them.
     """
 
     def __init__(self, ranks: Sequence[int], level: bool) -> None:
@@ -203,7 +207,10 @@ class _Receivers:
         self._total = 0
 
     def divide(self, pieces: Sequence[_Piece]) -> Iterator[tuple[_Piece, int]]:
-        """The pieces of a turn, cut where the receiver changes: a rank that needs the tokens, while it has room."""
+        """The pieces of a turn with their receivers, cut where the receiver changes.
+
+        A piece goes to a rank that needs it, or to another rank of the node if those have received their share.
+        """
         self._total += sum(piece.stop - piece.begin for piece in pieces)
         most = -(-self._total // len(self._load) // TILE) * TILE if self._level else self._total
         for piece in sorted(pieces, key=lambda piece: (len(piece.needers), piece.needers, piece)):

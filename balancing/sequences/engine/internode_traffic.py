@@ -1,6 +1,6 @@
-"""Rows that go from node to node in each transfer group of attention, which routing may spread over NICs.
+"""Rows sent between nodes in each transfer group of attention, for routing.
 
-Every rank computes this for all ranks, since the load of a NIC follows from the messages of all of them.
+Every rank computes this for all ranks, since the load of a NIC depends on the messages of all ranks.
 """
 
 from collections import defaultdict
@@ -52,7 +52,8 @@ def _between_nodes(moved: TokenTraffic, cluster: Cluster) -> TokenTraffic:
 
 
 def _ring_flows(found: _Found, ring: Sequence[int], shards: Sequence[Shard], node: np.ndarray) -> None:
-    """In round t a rank passes on the block of the rank t - 1 places before; gradient sums follow a round later."""
+    """Add the traffic of a ring: in round t a rank passes on the block of the rank t - 1 places before it, and gradient
+    sums follow a round later."""
     source = np.array(ring)
     target = np.roll(source, -1)
     edge = np.flatnonzero(node[source] != node[target])

@@ -1,18 +1,18 @@
-"""Kernels: attention of some queries to some keys, with what merging it with attention to other keys needs.
+"""Kernels: attention of some queries to some keys, with the logsumexp for merging it with attention to other keys.
 
 A rank computes attention in pieces: its queries against keys that arrive in turns. A kernel computes a batch of pieces.
-Forward it gives the output and the logarithm of the softmax's denominator (logsumexp); backward, the gradients of a
+Forward gives the output and the logarithm of the softmax's denominator (logsumexp). Backward gives the gradients of a
 piece from the output and logsumexp over all keys. Pieces may differ in length and are concatenated without padding.
 
-Masks are full or causal from the bottom right: the last query sees all keys, the one before it all but the last; with
-a window of w, of these the last w + 1. Query
-head h reads key-value head h // (heads / kv_heads), as usual for grouped-query and multi-query attention.
+Masks are full, or causal from the bottom right: the last query sees all keys, the query before it all but the last key.
+With a window of w a query sees only the last w + 1 of these keys. Query head h reads key-value head
+h // (heads / kv_heads), as usual for grouped-query and multi-query attention.
 
-On CUDA in half precision: FlashAttention 3 on Hopper and 4 on Blackwell where they are installed, through PyTorch's own
-switch; else the flash-attn package (FlashAttention 2); else PyTorch's own, which is FlashAttention 2, too. Each is
-imported once, and one line says why a faster one is not used. Gradients on CUDA repeat bit for bit under
-`torch.use_deterministic_algorithms`. On the CPU: PyTorch's flash attention for CPUs,
-float64 included. For everything else: matrix products in tiles of queries, exact and slow.
+- CUDA in half precision: FlashAttention 3 on Hopper and 4 on Blackwell if installed, through PyTorch's own switch; else
+  the flash-attn package (FlashAttention 2); else PyTorch's own FlashAttention 2. Each is imported once, and a warning
+  says why a faster one is not used. Gradients repeat bit for bit under `torch.use_deterministic_algorithms`.
+- CPU: PyTorch's flash attention for CPUs, float64 included.
+- Everything else: matrix products in tiles of queries, exact and slow.
 """
 
 import functools
@@ -37,10 +37,11 @@ _CUDA_HEAD_SIZES = range(8, 257, 8)  # supported by flash attention on CUDA
 class Pieces(NamedTuple):
     """The pieces of one batch.
 
-    queries, keys: tokens of each piece; causal pieces have at least as many keys as queries.
-    causal: the mask of all of them.
+    queries, keys: number of tokens of each piece; causal pieces have at least as many keys as queries.
+    causal: whether all pieces have the causal mask; else all are full.
     window: keys before its own that a query of a causal piece sees; None for all.
-    ends: int32 [piece + 1], twice: cumulative queries and keys, on the device of a GPU's kernel; made where None.
+    ends: two tensors, int32 [piece + 1]: cumulative queries and cumulative keys, on the GPU. If None, the kernel makes
+        them.
     """
 
     queries: tuple[int, ...]
@@ -55,7 +56,8 @@ class Kernel(Protocol):
 
     q: [query tokens, heads, head_size].
     k: [key tokens, kv_heads, head_size], with any stride between tokens and heads.
-    v: [key tokens, kv_heads, value_size], likewise; other sizes than that of keys only from `choose_kernel` for them.
+    v: [key tokens, kv_heads, value_size], with any stride between tokens and heads. Another size than that of keys
+        needs a kernel from `choose_kernel` with this value_size.
     out: [query tokens, heads, value_size].
     logsumexp: [heads, query tokens], in `accumulation_dtype`.
     pieces: of the batch, in the order of the tokens.
@@ -78,7 +80,7 @@ class Kernel(Protocol):
         pieces: Pieces,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Gradients of q, k and v. `out` and `logsumexp` are those of attention to all keys, not to these alone."""
+        """Gradients of q, k and v. `out` and `logsumexp` are those of attention to all keys, not only to `k`."""
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -92,10 +94,10 @@ def merge(
     more_out: torch.Tensor,
     more_logsumexp: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and logsumexp of attention to two sets of keys, from those of each.
+    """Output and logsumexp of attention to two sets of keys together, from the results for each set.
 
     out: [tokens, heads, head_size], in `accumulation_dtype`.
-    logsumexp: [heads, tokens], likewise.
+    logsumexp: [heads, tokens], in `accumulation_dtype`.
     more_out: [tokens, heads, head_size], of the other keys.
     more_logsumexp: [heads, tokens], of the other keys.
     """
@@ -105,24 +107,24 @@ def merge(
 
 
 def with_sink(out: torch.Tensor, logsumexp: torch.Tensor, sink: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and logsumexp with one score more in each softmax, that of the sink, which has no value.
+    """Output and logsumexp with the sink's score added to each softmax. The sink has no value.
 
     out: [tokens, heads, head_size], of attention to all keys.
-    logsumexp: [heads, tokens], likewise, in `accumulation_dtype`.
-    sink: [heads].
+    logsumexp: [heads, tokens], of attention to all keys, in `accumulation_dtype`.
+    sink: [heads], scores.
 
-    With these, `Kernel.backward` gives the gradients of q, k and v as they are: the sink takes its share of weights and
-    adds nothing to the output.
+    `Kernel.backward` gives the right gradients of q, k and v from these results, since the sink only takes a share of
+    the weights and adds nothing to the output.
     """
     both = torch.logaddexp(logsumexp, sink.to(logsumexp.dtype)[:, None])
     return out * (logsumexp - both).exp().t()[..., None], both
 
 
 def sink_gradient(grad: torch.Tensor, out: torch.Tensor, logsumexp: torch.Tensor, sink: torch.Tensor) -> torch.Tensor:
-    """[heads], of the scores of the sink: minus its weight times grad x out, summed over queries.
+    """[heads], the gradient of the sink's scores: minus the sink's weight times grad x out, summed over queries.
 
-    grad, out: [tokens, heads, head_size].
-    logsumexp: [heads, tokens]. It and `out` are as from `with_sink`.
+    grad: [tokens, heads, head_size].
+    out, logsumexp: [tokens, heads, head_size] and [heads, tokens], as from `with_sink`.
     sink: [heads].
     """
     weights = (sink.to(logsumexp.dtype)[:, None] - logsumexp).exp()
@@ -151,7 +153,8 @@ def choose_kernel(device: torch.device, dtype: torch.dtype, head_size: int, valu
 
 @functools.cache
 def _of_two_sizes(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_size: int, value_size: int) -> Kernel:
-    """`kernel`, if it takes values of another size than keys, and with them gives what it does without."""
+    """`kernel` if it takes values of another size than keys and gives the same results as with padded values; else
+    `kernel` with padded values."""
     padded, pieces, draw = OfOneSize(kernel), Pieces((5,), (7,), True), torch.Generator().manual_seed(0)
     q, k, v, grad = (
         torch.randn(tokens, 1, size, generator=draw).to(device, dtype)
@@ -163,7 +166,7 @@ def _of_two_sizes(kernel: Kernel, device: torch.device, dtype: torch.dtype, head
             out, logsumexp = one.forward(q, k, v, pieces, 0.1)
             found.append((out, logsumexp, *one.backward(grad, q, k, v, out, logsumexp, pieces, 0.1)))
         torch.testing.assert_close(*found, rtol=2e-2, atol=2e-2)
-    except Exception as error:  # a size that it was not built for
+    except Exception as error:  # the kernel was not built for this size
         warnings.warn(f"values are padded to the size of keys: {_in_one_line(error)}", stacklevel=3)
         return padded
     return kernel
@@ -171,7 +174,7 @@ def _of_two_sizes(kernel: Kernel, device: torch.device, dtype: torch.dtype, head
 
 @functools.cache
 def _flash(major: int) -> Kernel:
-    """The kernel for a CUDA device. major: of its compute capability."""
+    """The kernel for a CUDA device. major: first number of the device's compute capability."""
     faster = _FASTER.get(major, ())
     reasons = []
     for name in faster:
@@ -200,8 +203,8 @@ def _in_one_line(error: Exception) -> str:
 
 
 class OfOneSize:
-    """A kernel whose heads must have one size, for values of another size than keys: the smaller ones end in zeros,
-    which add nothing to scores or outputs."""
+    """A kernel that takes values of another size than keys, made from one that does not: the smaller heads are padded
+    with zeros, which add nothing to scores or outputs."""
 
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
@@ -253,8 +256,11 @@ class _OneByOne:
 
 
 class _Cpu(_OneByOne):
-    """PyTorch's flash attention for CPUs. Its causal mask is from the top left, so a causal piece with more keys than
-    queries is cut into the keys that all queries see and a square. It has no windows; these are matrix products."""
+    """PyTorch's flash attention for CPUs.
+
+    Its causal mask is from the top left, so a causal piece with more keys than queries is cut into the keys that all
+    queries see and a square. It has no windows, so pieces with a window are computed by matrix products.
+    """
 
     def _forward(self, q, k, v, causal, window, scale):
         if window is not None:
@@ -285,7 +291,7 @@ class _Cpu(_OneByOne):
 
 
 class _Products(_OneByOne):
-    """Matrix products, a tile of queries at a time, with the keys in their windows."""
+    """Matrix products, one tile of queries at a time. With a window only the keys in the tile's windows are used."""
 
     def _forward(self, q, k, v, causal, window, scale):
         dtype, sharing = accumulation_dtype(q.dtype), q.shape[1] // k.shape[1]
@@ -407,19 +413,19 @@ def _tiles(queries: int) -> list[slice]:
 
 
 def _hidden(rows: slice, keys: slice, before: int, device: torch.device, window: int | None) -> torch.Tensor:
-    """bool [query, key], True where a causal mask or its window hides the key. before: keys before the first query."""
+    """bool [query, key], True if the causal mask or the window hides the key. before: keys before the first query."""
     row = torch.arange(rows.start, rows.stop, device=device)[:, None] + before
     key = torch.arange(keys.start, keys.stop, device=device)
     return key > row if window is None else (key > row) | (key < row - window)
 
 
 def _seen(rows: slice, before: int, keys: int, window: int | None) -> slice:
-    """Of `keys`, those that a tile of queries may see; all without a window. before: as in `_hidden`."""
+    """The slice of `keys` keys that a tile of queries may see; all without a window. before: as in `_hidden`."""
     return slice(0, keys) if window is None else slice(max(0, rows.start + before - window), rows.stop + before)
 
 
 def _window(pieces: Pieces) -> dict[str, int]:
-    """The window as arguments of flash attention, which counts keys before and after a query's own."""
+    """The window as arguments of flash attention: numbers of keys before and after a query's own key."""
     return {} if pieces.window is None else {"window_size_left": pieces.window, "window_size_right": 0}
 
 

@@ -1,12 +1,12 @@
-"""Keys and values of other ranks' tokens, projected where they are received (multi-latent attention).
+"""Multi-latent attention: keys and values of other ranks' tokens, projected from received latents.
 
-Multi-latent attention projects the keys and values of all heads from one latent a token, but for a part of each key
-that all heads share (DeepSeek-V2, arXiv 2405.04434, section 2.1). So a latent and a shared part may travel in their
-place, which are 71 times less in DeepSeek-V3's shape, and each rank that needs them repeats the projection, in the
-backward pass once more. Gradients of received keys become gradients of latents, which travel back, and of the
-projection, which stay: its weight is the same on all ranks, and their gradients are added up with all others.
+Multi-latent attention projects the keys and values of all heads from one latent a token, except a part of each key that
+all heads share (DeepSeek-V2, arXiv 2405.04434, section 2.1). Sending the latent and the shared part instead of keys and
+values takes 71 times fewer bytes in DeepSeek-V3's shape. Each rank that receives them repeats the projection, in the
+backward pass once more. Gradients of received keys become gradients of latents, which are sent back, and of the
+projection's weight, which are not: the weight is the same on all ranks, and training sums its gradients over ranks.
 
-A rank's own keys and values come with the call, however they were projected; no latent of an own token is projected.
+A rank's own keys and values are arguments of the call, so latents of own tokens are not projected here.
 """
 
 from typing import NamedTuple
@@ -20,12 +20,13 @@ __all__ = ["Projection", "is_received", "rows_of_keys", "shared_size"]
 
 
 class Projection(NamedTuple):
-    """From latents to keys and values.
+    """The projection from latents to keys and values.
 
-    weight: [heads x (head_size - shared + value_size), latent], of each head's keys without the shared part, then its
-        values.
+    weight: [heads x (head_size - shared + value_size), latent]; for each head the key without the shared part, then the
+        value.
     heads: of keys and values.
-    head_size, shared: numbers of a key, and of its shared part, which is its end.
+    head_size: elements of a key.
+    shared: elements of a key's shared part, at its end.
     """
 
     weight: torch.Tensor
@@ -44,7 +45,11 @@ class Projection(NamedTuple):
     def gradients(
         self, rows: torch.Tensor, of_keys: torch.Tensor, of_values: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gradients of the rows and of the weight, in `dtype`. rows: as in `project`, whose results had the others."""
+        """Gradients of the rows and of the weight, in `dtype`.
+
+        rows: as in `project`.
+        of_keys, of_values: gradients of the results of `project`.
+        """
         latent, _ = self._split(rows)
         of_head = self.head_size - self.shared
         projected = torch.cat((of_keys[..., :of_head], of_values), 2).flatten(1)
@@ -58,7 +63,7 @@ class Projection(NamedTuple):
 
 
 def shared_size(k: torch.Tensor, v: torch.Tensor, weight: torch.Tensor, latent: torch.Tensor) -> int:
-    """Numbers of the part of a key that all heads share. Arguments of `SequenceAttention`, whose shapes are checked.
+    """Elements of the part of a key that all heads share. The arguments are those of `SequenceAttention`.
 
     Raises ValueError for a weight that does not project latents to keys and values of these heads.
     """
@@ -72,12 +77,12 @@ def shared_size(k: torch.Tensor, v: torch.Tensor, weight: torch.Tensor, latent: 
 
 
 def is_received(program: Program) -> tuple[bool, ...]:
-    """Of each call of a program: whether its keys are other ranks'. Raises ValueError where a call has both kinds."""
+    """[call], whether the keys of the call are of other ranks. Raises ValueError for a call with own and other keys."""
     found = []
     for call in program.calls:
         received = {start >= program.tokens for start, _ in call.keys}
         if len(received) > 1:
-            raise ValueError("latents cannot travel under a plan of windows, whose calls have own and received keys")
+            raise ValueError("latents cannot be sent with a sliding window: a call has own and received keys")
         found.append(received.pop())
     return tuple(found)
 

@@ -1,8 +1,7 @@
-"""Merging of partial results of attention into rows of those that a rank already has, in one operation a round; and
-sums of gradients likewise.
+"""Merging partial results of attention into a rank's earlier results, and adding gradients, in one operation a round.
 
-On a GPU each is one Triton kernel, which reads and writes each number once; elsewhere, and where Triton does not
-compile, a few operations of torch. All merge and add in float32 (float64 stays float64).
+On a GPU each is one Triton kernel that reads and writes each element once. Elsewhere, and where Triton does not
+compile, each is a few operations of torch. All merge and add in float32 (float64 stays float64).
 """
 
 import functools
@@ -31,10 +30,10 @@ def merge_rows(
     """Merge results of attention to more keys into rows of `out` and `logsumexp`, in place.
 
     out: [row, heads, head_size], in `accumulation_dtype`.
-    logsumexp: [heads, row], likewise.
+    logsumexp: [heads, row], in `accumulation_dtype`.
     more_out: [token, heads, head_size], of the other keys.
     more_logsumexp: [heads, token], of the other keys.
-    rows: of each token, each at most once.
+    rows: the row of each token; no row occurs twice.
     """
     out[rows], logsumexp[:, rows] = merge(out[rows], logsumexp[:, rows], more_out, more_logsumexp)
 
@@ -48,9 +47,9 @@ def add_rows(
     """Add one part, or two side by side, to rows of `total`, in place.
 
     total: [row, heads, sizes of the parts together], in `accumulation_dtype`.
-    rows: to which each token is added, each at most once, so that sums do not depend on an order.
+    rows: the row to which each token is added. No row occurs twice, so sums do not depend on an order.
     parts: [token, heads, size], in any type.
-    which: tokens of the parts that are added; None for all.
+    which: tokens of the parts to add; None for all.
     """
     start = 0
     for part in parts:
@@ -64,18 +63,18 @@ def add_rows(
 
 
 def choose_merge(device: torch.device) -> Merge:
-    """What merges on a device."""
+    """The function that merges on a device: as `merge_rows`."""
     return _fused() if device.type == "cuda" else merge_rows
 
 
 def choose_add(device: torch.device) -> Add:
-    """What adds gradients on a device."""
+    """The function that adds gradients on a device: as `add_rows`."""
     return _fused_add() if device.type == "cuda" else add_rows
 
 
 @functools.cache
 def _fused() -> Merge:
-    """The Triton kernel if it compiles and merges rightly here, else the operations of torch."""
+    """The Triton kernel if it compiles here and gives the result of `merge_rows`, else `merge_rows`."""
     draw = torch.Generator().manual_seed(0)
     parts: list[Any] = [
         torch.randn(*shape, generator=draw).cuda() for shape in ((8, 2, 16), (2, 8), (4, 2, 16), (2, 4))
@@ -88,7 +87,7 @@ def _fused() -> Merge:
 
 @functools.cache
 def _fused_add() -> Add:
-    """The Triton kernel if it compiles and adds rightly here, else the operations of torch."""
+    """The Triton kernel if it compiles here and gives the result of `add_rows`, else `add_rows`."""
     draw = torch.Generator().manual_seed(0)
     total, part, more = (torch.randn(*shape, generator=draw).cuda() for shape in ((8, 2, 24), (4, 2, 16), (4, 2, 8)))
     rows, some = (torch.tensor(numbers, dtype=torch.int32).cuda() for numbers in ([6, 0, 3, 7], [3, 1]))
@@ -102,7 +101,7 @@ def _fused_add() -> Add:
 
 
 def _if_right(name: str, plain: Any, calls: Sequence[tuple[Any, ...]], what: str) -> Any:
-    """A kernel of this package if it changes its first tensors as `plain` does in these calls; else `plain`."""
+    """The kernel `name` of `row_kernels` if it changes its tensors as `plain` does in these calls; else `plain`."""
     try:
         fused = getattr(importlib.import_module("balancing.sequences.engine.row_kernels"), name)
         for arguments in calls:
@@ -112,7 +111,7 @@ def _if_right(name: str, plain: Any, calls: Sequence[tuple[Any, ...]], what: str
                 one(*copies)
                 found.append([x for x in copies if isinstance(x, torch.Tensor)])
             torch.testing.assert_close(*found)
-    except Exception as error:  # no Triton, no compiler for it, or a fault of either
+    except Exception as error:  # no Triton, no compiler for it, or an error in either
         warnings.warn(
             f"{what} by operations of torch; the fused kernel does not run here: "
             f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}",

@@ -1,7 +1,7 @@
 """The program of one rank's attention: a list of steps that start transfers, wait for them, and compute.
 
-Keys and values lie in one workspace of rows, a token each, and steps name rows of it. A program is data: it can be
-printed, counted and checked without a process. `compiler` makes it from a plan, `attention` runs it.
+Keys and values lie in one workspace, one token a row, and steps name rows of the workspace. A program is data: it can
+be printed, counted and checked without a process. `compiler` makes it from a plan, `attention` runs it.
 """
 
 from bisect import bisect_right
@@ -47,8 +47,8 @@ class TransferGroup(NamedTuple):
 
     kind: "gather" and "ring" send keys and values, "return" and "ring return" their gradients back; "to attention" and
         "to linear" change the layout.
-    inter: whether they belong to sequences on several nodes.
-    round: of the ring, or turn of gathering.
+    inter: whether the messages belong to sequences on several nodes.
+    round: number of the ring's round, or of the turn of gathering.
     """
 
     kind: Kind
@@ -60,7 +60,7 @@ TO_ATTENTION, TO_LINEAR = TransferGroup("to attention", True), TransferGroup("to
 
 
 class PeerRows(NamedTuple):
-    """Rows of the workspace that are sent to or received from `peer` together; those of the rank itself are copied."""
+    """Rows of the workspace in one message to or from `peer`. Rows for the rank itself are copied."""
 
     peer: int
     rows: tuple[Rows, ...]
@@ -73,7 +73,7 @@ class PeerRows(NamedTuple):
 
 @dataclass(frozen=True)
 class Messages:
-    """What a rank sends and receives in one transfer group, in order of peers.
+    """The messages that a rank sends and receives in one transfer group, in order of peers.
 
     adds: whether received rows are added to the rows of the workspace instead of replacing them.
     """
@@ -84,21 +84,24 @@ class Messages:
 
     @property
     def packed_sends(self) -> list[PeerRows]:
-        """Messages whose rows are copied together before they are sent; all, where types may change on the way."""
+        """Messages whose rows are copied together before sending: those of several ranges, and with `adds` all of
+        several messages, since their types may change."""
         every = self.adds and len(self.sends) > 1
         return [message for message in self.sends if every or len(message.rows) > 1]
 
     @property
     def packed_receives(self) -> list[PeerRows]:
-        """Messages that are received one behind another and then copied or added to their rows."""
+        """Messages that are received into one buffer and then copied or added to their rows."""
         return [message for message in self.receives if self.adds or len(message.rows) > 1]
 
 
 class Task(NamedTuple):
     """Attention of rows of queries to rows of keys.
 
-    causal: masked from the bottom right. merges: whether these queries already have a partial result to merge with.
-    before: rows of keys that come before `keys`. window: keys before its own that a query sees; None for all.
+    causal: whether the mask is causal, from the bottom right.
+    merges: whether these queries already have a partial result to merge with.
+    before: rows of keys that come before `keys`.
+    window: keys before its own that a query sees; None for all.
     """
 
     queries: Rows
@@ -126,8 +129,8 @@ class Task(NamedTuple):
 class Call(NamedTuple):
     """All tasks of one step, which a kernel computes in one call.
 
-    queries, keys: rows of the tasks, in their order, adjacent ones joined. Queries occur once, keys may occur again.
-    pieces: of the kernel, one a task.
+    queries, keys: rows of the tasks, in order of tasks, adjacent ranges joined. No query occurs twice; keys may.
+    pieces: the kernel's pieces, one for each task.
     merges: whether the queries already have partial results.
     """
 
@@ -150,10 +153,10 @@ class Wait(NamedTuple):
 
 
 class Compute(NamedTuple):
-    """Compute tasks, which have one mask and all merge or all do not.
+    """Compute tasks. All tasks have the same mask and the same `merges`.
 
-    clear: rows whose gradients are set to zero before, in the backward pass.
-    call: number of the call that computes them, in `Program.calls`; None without tasks.
+    clear: rows whose gradients are set to zero first, in the backward pass.
+    call: index in `Program.calls` of the call that computes the tasks; None without tasks.
     """
 
     tasks: tuple[Task, ...]
@@ -169,13 +172,13 @@ class Program:
     """Everything one rank does for one layer's attention.
 
     rank: in the plan.
-    shards: of the rank, sorted. Row i of the workspace is token i of them; rows of other ranks' tokens follow.
-    rows: of the workspace.
+    shards: of the rank, sorted. Row i of the workspace is token i of the shards; rows of other ranks' tokens follow.
+    rows: number of rows of the workspace.
     messages: by transfer group.
     calls: of the kernel, in either pass.
     forward, backward: steps of the two passes.
-    chained: transfer groups that start one after another, each when the one before has come, whatever the rank computes
-        meanwhile: those of gathered keys where ranks send them on. Steps say only in which order groups start.
+    chained: transfer groups of gathered keys that ranks send on. Each starts when the group before it has arrived, even
+        if the rank is computing. For these groups the steps give only the order of starts.
     """
 
     rank: int
@@ -220,19 +223,19 @@ def layout_change(
     own_source: Sequence[Shard],
     own_target: Sequence[Shard],
 ) -> Messages:
-    """What one rank sends and receives when all tokens go from layout `source` to layout `target`.
+    """The messages of one rank when all tokens go from layout `source` to layout `target`.
 
     source, target: shards of all ranks.
     own_source, own_target: the rank's shards, in the order of its tokens before and after.
 
-    Rows of messages that are sent count from the first token before; rows of messages that are received, from the first
-    token after. Tokens that stay are a message from the rank to itself.
+    Rows of sent messages are numbered in the rank's tokens before the change, rows of received messages in its tokens
+    after it. Tokens that stay are a message from the rank to itself.
     """
     return Messages(_overlaps(own_source, by_sequence(target)), _overlaps(own_target, by_sequence(source)))
 
 
 def compute(tasks: Sequence[Task], clear: Rows | None = None) -> Compute:
-    """The step that computes `tasks`."""
+    """The step that computes `tasks`. clear: as in `Compute`."""
     assert len({(task.causal, task.merges, task.window) for task in tasks}) <= 1, "the tasks of a step have one mask"
     return Compute(tuple(tasks), clear)
 
@@ -240,7 +243,7 @@ def compute(tasks: Sequence[Task], clear: Rows | None = None) -> Compute:
 def in_calls(
     *passes: Iterable[ProgramStep],
 ) -> tuple[tuple[Call, ...], list[tuple[ProgramStep, ...]]]:
-    """The calls of programs, and their steps with the number of each call. Equal steps share one."""
+    """All calls of the passes, and the passes' steps with the number of their calls. Equal steps share a call."""
     numbers: dict[tuple[Task, ...], int] = {}
     numbered = []
     for steps in passes:
@@ -270,7 +273,7 @@ def _spans(message: PeerRows) -> str:
 
 
 def _overlaps(shards: Sequence[Shard], other_layout: Mapping[int, list[Shard]]) -> tuple[PeerRows, ...]:
-    """Own rows by the rank that has the same tokens in the other layout; a message is in order of tokens."""
+    """Own rows, by the rank that has the same tokens in the other layout; a message's rows are in order of tokens."""
     first: dict[tuple[int, int], int] = {}
     row = 0
     for shard in shards:

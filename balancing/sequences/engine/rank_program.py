@@ -1,7 +1,7 @@
-"""One rank's part of a plan, compiled once: its program, its changes of layout, and the routes it takes part in.
+"""One rank's part of a plan, compiled once: its program, its changes of layout, and its part in routes.
 
-Compiling takes longer than a layer, with routes between many nodes longer than planning. In training a data loader's
-worker does it ahead of the step (`balancing.sequences.ahead`), and all layers of the step share the result.
+Compiling takes longer than a layer, and with routes between many nodes longer than planning. In training a data
+loader's worker compiles ahead of the step (`balancing.sequences.ahead`), and all layers of the step share the result.
 """
 
 from dataclasses import dataclass
@@ -28,9 +28,9 @@ __all__ = ["RankProgram", "TokenBytes", "compile_rank"]
 
 
 class TokenBytes(NamedTuple):
-    """What one token costs in the attention of one layer on this rank.
+    """Bytes and FLOPs of one token in the attention of one layer on this rank.
 
-    kv: bytes of its keys and values between nodes, which are also those of their gradients.
+    kv: bytes of its keys and values between nodes; their gradients have as many.
     qkv: bytes of its query, key and value.
     out: bytes of its output.
     pair_flops: FLOPs of one query-key pair, forward.
@@ -55,9 +55,9 @@ class TokenBytes(NamedTuple):
 
         heads: query heads of the rank.
         kv_heads: key-value heads of the rank.
-        head_size: numbers of a head.
-        item_bytes: bytes of a number, 2 for bf16.
-        value_size: numbers of a head of values; head_size by default.
+        head_size: elements of a head.
+        item_bytes: bytes of an element, 2 for bf16.
+        value_size: elements of a head of values; head_size by default.
         """
         values = head_size if value_size is None else value_size
         kv = kv_heads * (head_size + values) * item_bytes
@@ -65,16 +65,16 @@ class TokenBytes(NamedTuple):
         return cls(kv, queries + kv, out, pair_flops(heads, head_size, values))
 
     def of_group(self, transfer_group: TransferGroup) -> int:
-        """Bytes of one row of a transfer group; of changes of layout those of the forward pass."""
+        """Bytes of one row of a transfer group. For changes of layout, bytes of the forward pass."""
         return {"to attention": self.qkv, "to linear": self.out}.get(transfer_group.kind, self.kv)
 
 
 @dataclass(frozen=True)
 class RankProgram:
-    """What one rank does under a plan. It can be pickled.
+    """One rank's compiled part of a plan. It can be pickled.
 
     rank: in the plan.
-    cluster: which ranks share a node; None if all do.
+    cluster: tells which ranks share a node; None if all do.
     program: transfers and computation of attention.
     table: rows of the program's calls and messages, for the device.
     to_attention, to_linear: changes of layout; None where attention has the linear layout, token for token.
@@ -97,14 +97,14 @@ def compile_rank(
     routing: Routing = "off",
     token_bytes: TokenBytes | None = None,
 ) -> RankProgram:
-    """The program of one rank, deterministic: all ranks compile programs that fit together.
+    """The program of one rank. It is deterministic, so the programs of all ranks fit together.
 
     plan: of the whole batch.
     rank: in the plan.
-    cluster: which ranks share a node; None if all do.
+    cluster: tells which ranks share a node; None if all do.
     routing: "off", "auto", or the number of proxies that share a transfer between nodes.
-    token_bytes: what routes are planned for and turns of gathering sized by; needed unless routing is "off". Without it
-        or a cluster there are as many turns as there may be.
+    token_bytes: sizes for planning routes and turns of gathering. Needed unless routing is "off". Without it or without
+        a cluster there are as many turns as allowed.
 
     Raises ValueError for a rank outside the plan, an unknown routing, and routing without a cluster of the plan's
     ranks or without token_bytes.

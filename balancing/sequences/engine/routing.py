@@ -1,13 +1,13 @@
-"""Routing: messages between nodes are spread over all NICs of a node instead of the sender's own.
+"""Routing: messages between nodes are spread over all NICs of a node instead of using only the sender's NIC.
 
-A GPU sends through the NIC next to it. When one long sequence goes round nodes, one NIC of each node works and the
-others idle (Zeppelin, arXiv 2509.21841, section 5: the routing layer). Here the sender dispatches parts of its message
-to proxies on its node. Each proxy sends its part through its own NIC to a partner on the target's node, and the target
-combines the parts. Parts are cut into slices that are pipelined through the three hops. The bits that arrive are the
-same.
+A GPU sends through the NIC next to it. When one long sequence is exchanged between nodes, one NIC of each node works
+and the others idle (Zeppelin, arXiv 2509.21841, section 5: the routing layer). With routing the sender sends parts of
+its message to proxies on its node. Each proxy sends its part through its own NIC to a partner on the target's node, and
+the target combines the parts. Parts are cut into slices that are pipelined through the three hops. The received data
+are the same bit for bit.
 
 Routing pays where NICs would be unevenly loaded and links inside a node are several times faster than a NIC. The number
-of proxies follows from a cost model of all messages that are under way together.
+of proxies is chosen by a cost model of all messages that are under way together.
 """
 
 import functools
@@ -30,7 +30,7 @@ __all__ = ["Flow", "Part", "Route", "Routing", "Slice", "check_routing", "route"
 
 Flow = tuple[int, int]  # (source, target)
 
-_HOP_SECONDS = 20e-6  # latency of one hop; a transfer that is no longer gains nothing from slices
+_HOP_SECONDS = 20e-6  # latency of one hop; slices do not help a transfer that is no longer than that
 _SLICES = (1, 2, 4, 8)
 _MOST_MESSAGES = 8  # for each NIC; more messages are spread well enough without routing
 Routing = str | int  # "auto", "off", or a number of proxies
@@ -49,7 +49,7 @@ class Slice(NamedTuple):
     """A slice of a part.
 
     number: unique among all slices of a transfer group.
-    turn: the step of the pipeline in which its first hop is made; each later hop is made a step later.
+    turn: the step of the pipeline in which the slice makes its first hop. Each later hop is one step later.
     """
 
     number: int
@@ -89,8 +89,9 @@ class Route:
 
         rank: of the cluster.
         moved: rows of each message.
-        numbered: int64 [pair], ascending, source x ranks + target of all pairs that slices are numbered for, at least
-            those of `moved`, which are the default. Ranks must give the same pairs to number slices alike.
+        numbered: int64 [pair], ascending, source x ranks + target of all pairs for which slices are numbered. It must
+            contain the pairs of `moved`, which are the default, and be the same on all ranks, so that they number
+            slices alike.
         """
         if self.proxies == 1:
             return []
@@ -130,7 +131,7 @@ def routes(
     routing: as in `route`.
     turn_tokens: least tokens of a turn of gathering.
 
-    Rounds of one kind are alike, so the one that moves most rows decides for all of them.
+    Rounds of one kind are alike, so the round that moves most rows decides the route of all.
     """
     kinds: dict[str, dict[TransferGroup, TokenTraffic]] = defaultdict(dict)
     for transfer_group, moved in internode_traffic(plan, cluster, turn_tokens).items():
@@ -151,14 +152,14 @@ def routes(
 def route(moved: TokenTraffic, row_bytes: int, cluster: Cluster, routing: Routing = "auto") -> Route:
     """The route of messages between nodes that start together.
 
-    moved: rows of each message; a pair of ranks may occur several times and has one message.
+    moved: rows of each message. A pair of ranks may occur several times; its rows are one message.
     row_bytes: bytes of one row.
     cluster: of all ranks.
-    routing: number of parts of each message, one for the source itself and the others for proxies with other NICs, at
-        most one for each NIC and rank of a node; "auto" for the number that the model expects to be fastest; "off" for
-        one.
+    routing: number of parts of each message, at most one for each NIC and rank of a node. The source itself sends one
+        part, proxies with other NICs send the others. "auto": the number that the model expects to be fastest. "off":
+        one part.
 
-    Raises ValueError for a routing that is none of these.
+    Raises ValueError for any other routing.
     """
     check_routing(routing)
     most = min(cluster.ranks_per_node, cluster.nics_per_node)
@@ -174,14 +175,14 @@ def route(moved: TokenTraffic, row_bytes: int, cluster: Cluster, routing: Routin
 
 
 def check_routing(routing: Routing) -> None:
-    """Raise ValueError unless it is "auto", "off" or a positive number."""
+    """Raise ValueError unless `routing` is "auto", "off" or a positive number."""
     number = isinstance(routing, int) and not isinstance(routing, bool)
     if not (routing >= 1 if number else routing in ("auto", "off")):  # type: ignore[operator]
         raise ValueError(f"routing {routing!r} is none of 'auto', 'off' and a number of proxies of at least 1")
 
 
 def _pairs(moved: TokenTraffic, cluster: Cluster) -> np.ndarray:
-    """int64 [transfer], the number of its pair of ranks: source x ranks + target."""
+    """int64 [transfer], number of the pair of ranks: source x ranks + target."""
     return np.asarray(moved.source * cluster.world_size + moved.target)
 
 
@@ -192,7 +193,7 @@ def _least_seconds(moved: TokenTraffic, row_bytes: int, cluster: Cluster) -> flo
 
 
 def _modelled(moved: TokenTraffic, row_bytes: int, cluster: Cluster, number: int) -> Route:
-    """Each message in `number` parts, with the number of slices that the model expects to be fastest."""
+    """The route with each message in `number` parts, and the number of slices that the model expects to be fastest."""
     cut = moved.tokens[:, None] * np.arange(number + 1) // number
     rows = np.diff(cut)  # [message, part]
     relays, nics, columns = _relays(cluster), first_nics(cluster), _columns(cluster, number)
@@ -224,7 +225,7 @@ def _columns(cluster: Cluster, number: int) -> list[int]:
 
 @functools.lru_cache(maxsize=8)
 def _relays(cluster: Cluster) -> np.ndarray:
-    """int64 [rank, NIC of its node], a rank that uses this NIC; the rank's own NIC comes first."""
+    """int64 [rank, NIC], a rank of the same node that uses this NIC; the rank's own NIC comes first."""
     size, nic = cluster.ranks_per_node, first_nics(cluster).tolist()
     found = []
     for rank in range(cluster.world_size):

@@ -1,13 +1,14 @@
-"""Merging partial results of attention, and adding gradients to rows that a rank has, as one Triton kernel each.
+"""Triton kernels to merge partial results of attention, and to add gradients to a rank's rows.
 
-With operations of torch a merge is about twelve launches and moves each number several times; the kernel reads both
-results once and writes one: 4 bytes and 2 in, 4 out for each number in bfloat16. Gradients of keys and of values would
-each be chosen, converted to the type of sums and added, up to six launches and twice the bytes; the kernel reads both
-and adds them to their rows.
+- Merge: with operations of torch a merge is about twelve launches and moves each element several times. The kernel
+  reads both results once and writes one: for each bfloat16 element it reads 4 and 2 bytes and writes 4.
+- Add: with operations of torch the gradients of keys and of values are each selected, converted to the type of sums and
+  added, in up to six launches and with twice the bytes. The kernel reads both and adds them to their rows.
 
-Triton compiles a kernel anew for numbers that are 1 or multiples of 16, and for each combination of constants, for up
-to a second, while all other ranks wait. Plans change numbers of tokens and rows in every micro-batch, so these are not
-told apart, and the first launch for heads of some sizes compiles the kernel for all ways in which rows may be named.
+Triton compiles a kernel anew for integer arguments that are 1 or multiples of 16, and for each combination of
+constants. That takes up to a second, while all other ranks wait. Numbers of tokens and rows change in every
+micro-batch, so they are not specialized (`do_not_specialize`), and the first launch for a size of heads compiles the
+kernel for all combinations of constants.
 """
 
 import itertools
@@ -19,8 +20,8 @@ import triton.language as tl
 
 __all__ = ["add_kernel", "add_options", "add_rows_fused", "merge_kernel", "merge_options", "merge_rows_fused"]
 
-_NUMBERS = 1024  # of one program: tokens x head size
-_launched: set[tuple[Any, ...]] = set()  # kernels with the types, strides and options that they are compiled for
+_NUMBERS = 1024  # elements of one Triton program: tokens x head size
+_launched: set[tuple[Any, ...]] = set()  # kernels with the types, strides and options for which they are compiled
 
 
 @triton.jit(do_not_specialize=["first", "tokens", "logsumexp_head", "more_logsumexp_head"])
@@ -29,8 +30,8 @@ def merge_kernel(  # type: ignore[no-untyped-def]
     logsumexp,
     more_out,
     more_logsumexp,
-    rows,  # of each token; not read without LISTED
-    first,  # row of the first token without LISTED
+    rows,  # row of each token; read only with LISTED
+    first,  # row of the first token; used only without LISTED
     tokens,
     logsumexp_head,  # strides, from here on
     more_logsumexp_head,
@@ -43,7 +44,7 @@ def merge_kernel(  # type: ignore[no-untyped-def]
     TOKENS: tl.constexpr,  # of a program
     LISTED: tl.constexpr,
 ):
-    """One head of TOKENS tokens: out and logsumexp of attention to the keys of both."""
+    """One head of TOKENS tokens: merges out and logsumexp of attention to two sets of keys."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     head = tl.program_id(1).to(tl.int64)
     real = token < tokens
@@ -66,7 +67,7 @@ def merge_kernel(  # type: ignore[no-untyped-def]
 
 
 def merge_options(head_size: int) -> dict[str, int]:
-    """Constants of the kernel for heads of this size, and warps of a program."""
+    """Constants of `merge_kernel` for heads of this size, and warps of a program."""
     width = triton.next_power_of_2(head_size)
     return {"SIZE": head_size, "WIDTH": width, "TOKENS": max(1, _NUMBERS // width), "num_warps": 4}
 
@@ -78,7 +79,7 @@ def merge_rows_fused(
     more_logsumexp: torch.Tensor,
     rows: Any,
 ) -> None:
-    """As `merging.merge_rows`, in one launch. Numbers of a head, and logsumexps of a head's tokens, are adjacent."""
+    """As `merging.merge_rows`, in one launch. Needs a stride of 1 in the last dimension of all tensors."""
     tokens, heads, size = more_out.shape
     assert out.stride(2) == more_out.stride(2) == logsumexp.stride(1) == more_logsumexp.stride(1) == 1
     listed = isinstance(rows, torch.Tensor)
@@ -98,10 +99,10 @@ def merge_rows_fused(
 def add_kernel(  # type: ignore[no-untyped-def]
     total,
     part,
-    more,  # whose numbers follow those of `part` in a row; not read where MORE is 0
-    rows,  # of each token; not read without LISTED
-    which,  # tokens of `part` and `more` that are added; not read without CHOSEN
-    first,  # row of the first token without LISTED
+    more,  # elements that follow those of `part` in a row; not read if MORE is 0
+    rows,  # row of each token; read only with LISTED
+    which,  # tokens of `part` and `more` to add; read only with CHOSEN
+    first,  # row of the first token; used only without LISTED
     tokens,
     total_row,  # strides
     total_head,
@@ -116,7 +117,7 @@ def add_kernel(  # type: ignore[no-untyped-def]
     LISTED: tl.constexpr,
     CHOSEN: tl.constexpr,
 ):
-    """One head of TOKENS tokens."""
+    """One head of TOKENS tokens: adds `part` and `more` to rows of `total`."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     head = tl.program_id(1).to(tl.int64)
     real = token < tokens
@@ -137,14 +138,14 @@ def add_kernel(  # type: ignore[no-untyped-def]
 
 
 def add_options(head_size: int, more_size: int) -> dict[str, int]:
-    """Constants of the kernel for heads of these sizes, and warps of a program. more_size: 0 for one part."""
+    """Constants of `add_kernel` for heads of these sizes, and warps of a program. more_size: 0 for one part."""
     width = triton.next_power_of_2(max(head_size, more_size))
     tokens = max(1, _NUMBERS // width)
     return {"SIZE": head_size, "MORE": more_size, "WIDTH": width, "TOKENS": tokens, "num_warps": 4}
 
 
 def add_rows_fused(total: torch.Tensor, rows: Any, parts: tuple[torch.Tensor, ...], which: Any = None) -> None:
-    """As `merging.add_rows`, in one launch, of one part or two. Numbers of a head are adjacent in all of them."""
+    """As `merging.add_rows`, in one launch, of one or two parts. Needs a stride of 1 in the last dimension."""
     part, more = parts if len(parts) > 1 else (*parts, parts[0])
     assert total.stride(2) == part.stride(2) == more.stride(2) == 1
     listed = isinstance(rows, torch.Tensor)
@@ -163,7 +164,7 @@ def add_rows_fused(total: torch.Tensor, rows: Any, parts: tuple[torch.Tensor, ..
 
 
 def _whole_numbers(unread: torch.Tensor) -> torch.Tensor:
-    """A pointer of the type of lists of rows, in the place of one that is not read."""
+    """An int32 pointer to pass in place of a list of rows that is not read."""
     return unread.view(torch.int32)
 
 
@@ -176,9 +177,10 @@ def _launch(
     options: dict[str, int],
     **ways: bool,
 ) -> None:
-    """Launch a kernel; before its first launch with these types, strides and options, compile it for all ways.
+    """Launch a kernel. Before its first launch with these types, strides and options, compile it for all `ways`.
 
-    planned: arguments that change with every plan. ways: constants that do.
+    planned: integer arguments that change with every plan.
+    ways: boolean constants that change with every plan.
     """
     shape = kernel.__name__, pointers[0].device, *(x.dtype for x in pointers), *strides, *options.values()
     if shape not in _launched:

@@ -1,14 +1,14 @@
 """Messages between ranks that are under way while the rank computes.
 
-The messages of a transfer group, one for each peer, consist of ranges of rows. They start together on one communicator,
-receives first, because gloo holds back a receive that is posted after a send to the same rank. Adjacent rows are sent
-and received in place; others are packed, those of all messages of a group in one operation.
+A transfer group has one message for each peer, of ranges of rows. All messages of a group start together on one
+communicator, receives first, because gloo holds back a receive that is posted after a send to the same rank. Adjacent
+rows are sent and received in place. Other rows are packed, for all messages of a group in one operation.
 
-Transfer groups of a `Chain` start one after another, each once the one before has come, however long the rank computes:
-on a GPU on a stream of their own, elsewhere in a thread.
+Transfer groups of a `Chain` start one after another, each once the group before it has arrived, even if the rank is
+computing: on a GPU on a stream of their own, elsewhere in a thread.
 
-With a route, messages between nodes go in slices over other ranks, which relay them. On a GPU relaying is the order of
-transfers on the communicator's stream. Elsewhere a thread relays; it sleeps until a slice has arrived.
+With a route, messages between nodes are sent in slices through other ranks, which relay them. On a GPU the order of
+transfers on the communicator's stream is enough to relay. Elsewhere a thread relays; it sleeps until a slice arrives.
 """
 
 import threading
@@ -29,16 +29,16 @@ __all__ = ["NOTHING_LISTED", "Chain", "Dtypes", "Pending", "Transport", "dtype_o
 
 Dtypes = Mapping[int, torch.dtype]  # by peer
 NOTHING_LISTED = MessageRows(None, None, None, None)  # all rows are adjacent
-Ends = tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]  # what is sent to each peer, what is received from it
+Ends = tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]  # by peer: rows to send, rows to receive
 
 _SLICE_NUMBERS = 1 << 17  # tags of one transfer group: 0 for direct messages, then those of slices
 
 
 class Pending:
-    """Messages under way. The tensors they read and write must not be touched until `wait` has returned.
+    """Messages under way. Their tensors must not be touched until `wait` has returned.
 
-    On a GPU `wait` makes the current stream wait, not the host. It raises RuntimeError where a rank has failed or has
-    not answered within the group's timeout.
+    On a GPU `wait` makes the current stream wait, not the host. `wait` raises RuntimeError if a rank has failed or has
+    not answered within the process group's timeout.
     """
 
     def __init__(self, into: torch.Tensor, listed: MessageRows) -> None:
@@ -46,13 +46,13 @@ class Pending:
         self.on_cuda = into.is_cuda
         self.dtypes: Dtypes = {}
         self.works: list[dist.Work] = []
-        self.arriving: list[torch.Tensor] = []  # received packed, one behind another; one tensor of each type in turn
+        self.arriving: list[torch.Tensor] = []  # buffers of packed receives, in order of peers; one for each type
         self.sent: list[torch.Tensor] = []  # kept alive until sent
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
     def hand_on(self, relays: Sequence[tuple[dist.Work, dist.P2POp]]) -> None:
-        """In a thread, one pair after the other: wait for the first message, then start the second."""
+        """Relay in a thread: for one pair after the other, wait for the first message, then start the second."""
         if relays:
             self._thread = threading.Thread(target=self._hand_on, args=(relays,), daemon=True)
             self._thread.start()
@@ -66,7 +66,7 @@ class Pending:
             self._error = error
 
     def wait(self) -> None:
-        """Return when all messages are sent and received. Rows to be added are added in order of peers."""
+        """Return when all messages are sent and received. Added rows are summed in order of peers."""
         if self._thread is not None:
             self._thread.join()
         if self._error is not None:
@@ -79,7 +79,7 @@ class Pending:
             if self._listed.receives is not None:
                 self.into[self._listed.receives] = came
             rows, terms = self._listed.added, self._listed.terms
-            if terms is not None:  # a row may come from several peers, whose sum must not depend on chance
+            if terms is not None:  # a row may come from several peers; their sum needs a fixed order
                 zero = came.new_zeros(1, *came.shape[1:])
                 came = torch.cat((came, zero)).index_select(0, terms.flatten()).unflatten(0, terms.shape).sum(0)
             if isinstance(rows, slice):
@@ -90,14 +90,14 @@ class Pending:
 
 
 class Chain:
-    """Transfer groups that start one after another, each once the one before has come.
+    """Transfer groups that start one after another, each once the group before it has arrived.
 
-    starts: by transfer group in their order, what starts its messages.
-    stream: on which they are packed, sent and received, of a GPU; None for a thread of the host.
+    starts: for each transfer group, in order, a function that starts its messages.
+    stream: of a GPU, for packing, sending and receiving; None to use a thread of the host.
 
-    `start` is called for each group in order, and then `wait`. In a thread all groups follow from the first call. On a
-    GPU a group is put on the stream when `start` is called, so that all ranks put the transfers of a communicator in
-    one order, and before the computation that the group before it makes possible.
+    Call `start` for each group in order, and later `wait`. With a thread the first call of `start` starts the whole
+    chain. On a GPU `start` puts its group on the stream. That gives all ranks the same order of transfers on a
+    communicator, and starts a group before the computation that needs the group before it.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Chain:
             stream.wait_stream(torch.cuda.current_stream())
 
     def start(self, transfer_group: TransferGroup) -> None:
-        """Start the messages of a group once those of the group before it have come."""
+        """Start the messages of a group once the group before it has arrived."""
         if self._stream is not None:
             with torch.cuda.stream(self._stream):
                 self._finish()
@@ -124,7 +124,7 @@ class Chain:
             self._thread.start()
 
     def wait(self, transfer_group: TransferGroup) -> None:
-        """Return when the messages of a group have come; on a GPU the current stream waits."""
+        """Return when the messages of a group have arrived; on a GPU the current stream waits."""
         if self._stream is not None:
             with torch.cuda.stream(self._stream):
                 self._finish()
@@ -135,7 +135,7 @@ class Chain:
             raise self._error
 
     def _finish(self) -> None:
-        """Let the stream wait for the group under way."""
+        """Make the stream wait for the group under way."""
         if self._under_way is not None:
             transfer_group, pending = self._under_way
             pending.wait()
@@ -148,14 +148,14 @@ class Chain:
             for transfer_group, start in self._starts.items():
                 start().wait()
                 self._came[transfer_group].set()
-        except BaseException as error:  # raised again by `wait` of all that have not come
+        except BaseException as error:  # raised again by `wait` for groups that have not arrived
             self._error = error
         for came in self._came.values():
             came.set()
 
 
 class Transport:
-    """Starts messages on one communicator, that of `process_group` (all ranks by default). rank: in the group."""
+    """Starts messages on the communicator of `process_group` (all ranks by default). rank: in the process group."""
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         self.process_group = dist.group.WORLD if process_group is None else process_group
@@ -166,7 +166,7 @@ class Transport:
         connect(self.process_group)
 
     def stream(self, device: torch.device) -> torch.cuda.Stream:
-        """The stream of chains."""
+        """The stream for chains on `device`."""
         self._stream = self._stream or torch.cuda.Stream(device)
         return self._stream
 
@@ -183,15 +183,15 @@ class Transport:
     ) -> Pending:
         """Start the messages of one transfer group.
 
-        messages: what is sent and received.
-        rows: [row, ...], contiguous; its rows are sent.
-        into: [row, ...], contiguous; its rows are received, or added to.
+        messages: of this rank.
+        rows: [row, ...], contiguous; rows of it are sent.
+        into: [row, ...], contiguous; received rows are written to it or added to it.
         listed: rows of packed messages, on the device of `rows`.
         tag: below 16384, different for groups that are under way together.
-        slices: this rank's part in messages that do not go directly, as `Route.of` gives them.
-        dtypes: type in which rows to be added travel to and from each rank; by default that of `rows`.
+        slices: this rank's part in routed messages, from `Route.of`.
+        dtypes: by peer, type in which rows to be added are sent; by default that of `rows`.
 
-        All ranks that send, receive or relay start their common groups in the same order.
+        All ranks that send, receive or relay must start their common groups in the same order.
         """
         pending = Pending(into, listed)
         if dtypes is None or not messages.adds:
@@ -251,8 +251,8 @@ class Transport:
     def _in_turns(
         self, pending: Pending, direct: Sequence[dist.P2POp], slices: Sequence[Slice], ends: Ends, tag: int
     ) -> None:
-        # NCCL runs messages in the order in which they are started, so all ranks start those of one turn together, and
-        # a slice has come before the next turn sends it on.
+        # NCCL runs messages in the order in which they are started. So all ranks start the messages of one turn
+        # together, and a slice has arrived before the next turn sends it on.
         turns: dict[int, list[dist.P2POp]] = defaultdict(list)
         turns[0] = list(direct)
         for piece in slices:
@@ -268,7 +268,7 @@ class Transport:
                 pending.works += dist.batch_isend_irecv(turns[turn])
 
     def _buffer(self, piece: Slice, pending: Pending, sends: dict, receives: dict) -> torch.Tensor:
-        """Memory of a slice on this rank: part of its message at source and target, else a buffer of its own."""
+        """Memory of a slice on this rank: at source and target part of the message, on a relay a new buffer."""
         source, target = piece.flow
         if self.rank == source:
             return sends[target][piece.start : piece.stop]
@@ -282,7 +282,7 @@ class Transport:
     def _hops(
         self, piece: Slice, place: int, buffer: torch.Tensor, tag: int
     ) -> tuple[dist.P2POp | None, dist.P2POp | None]:
-        """How a slice comes to this rank and how it goes on."""
+        """The operations that receive a slice on this rank and that send it on; None where it starts or ends here."""
         coming = self._operation(dist.irecv, buffer, piece.path[place - 1], tag) if place else None
         last = place == len(piece.path) - 1
         return coming, None if last else self._operation(dist.isend, buffer, piece.path[place + 1], tag)
@@ -292,12 +292,12 @@ class Transport:
 
 
 def dtype_of(piece: Slice, dtypes: Dtypes) -> torch.dtype:
-    """The type of a slice, on any rank of its path: what goes to another node is of the smaller type."""
+    """The type of a slice, the same on all ranks of its path: the smaller of the types of its source and target."""
     return min((dtypes[end] for end in piece.flow), key=lambda dtype: dtype.itemsize)
 
 
 def _outgoing(messages: Messages, rows: torch.Tensor, listed: MessageRows, dtypes: Dtypes) -> dict[int, torch.Tensor]:
-    """What is sent to each peer, in order of peers."""
+    """The rows to send to each peer, in order of peers, packed and converted."""
     packed: dict[int, torch.Tensor] = {}
     if listed.sends is not None:
         together, start = rows.index_select(0, listed.sends), 0

@@ -46,8 +46,8 @@ def balanced_deal(
     micro_batches: of the step; at most as many as documents.
     capacity: most tokens of a micro-batch.
     drawn: int64 [document], a deal within the capacity. It is returned if no other deal is found or costs less.
-    before: int64 [micro-batch], cost of each micro-batch without documents; 0 by default. It makes the documents of a
-        micro-batch cheaper than those of others by that amount.
+    before: int64 [micro-batch], cost of each micro-batch without documents; 0 by default. A micro-batch that costs more
+        without documents gets documents of less cost.
 
     Raises ValueError if no deal within the capacity is found.
     """

@@ -219,7 +219,10 @@ def _ring(sequence: _Sequence, members: list[int], rooms: list[int]) -> list[Sha
 
 
 def even_layout(lengths: Sequence[int], ranks: int) -> list[Shard]:
-    """Shards of every sequence over all ranks. Remainders rotate over ranks, so that ranks differ by at most a token."""
+    """Shards of every sequence over all ranks. Remainders rotate over ranks, so that ranks differ by one token at most.
+
+    lengths: tokens of each sequence.
+    """
     shards: list[Shard] = []
     first, members = 0, range(ranks)
     for sequence in sorted(range(len(lengths)), key=lambda sequence: (-lengths[sequence], sequence)):
