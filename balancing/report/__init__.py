@@ -1,9 +1,9 @@
 """Analysis of a recorded run: which ranks are slow, why, by how much, and what perfect balance would gain.
 
-Before anyone moves a layer, a sequence or an expert, they ask who is slow; no tool answers for pipeline stages, ranks
-and experts at once. A run fills in an `IterationRecord` for each iteration. From it come DIR/events.jsonl (`EventLog`,
-`observe`), a trace of the last iterations for Perfetto (`TraceLog`) and a few curves (`scalars`). Afterwards
-`python -m balancing.report DIR` names the culprits and writes DIR/report.html.
+A run makes an `IterationRecord` for each iteration. From the records it writes DIR/events.jsonl (`EventLog`,
+`observe`), a trace of the last iterations for Perfetto (`TraceLog`) and a few scalars for dashboards (`scalars`).
+Afterwards `python -m balancing.report DIR` prints the slow stages, ranks, layers and experts, and writes
+DIR/report.html.
 """
 
 from balancing.report.events import STANDARD_KEYS, EventLog, event, imbalance, observe

@@ -1,38 +1,37 @@
-"""Estimate of the step time under perfect balance of one kind of work, or of all.
+"""Estimate of the step time under perfect balance of one kind of work, or of all, from measured device seconds.
 
-An engineer who sees "stage 2 is 31 % over the mean" wants to know what that costs before moving anything. The answer
-here is an estimate from measured device seconds, not a promise.
-
-Model. Rank (s, l) of stage s and replica l works B[s, l] seconds a step, on m micro-batches in v chunks a stage, and
-spends the share f of it on forward passes. In 1F1B some stage s works nearly without a pause. Before it the first
-micro-batch fills the stages above, and after it the last one drains them; and if the stages below take longer to return
-the first micro-batch than s takes for the forwards it may run ahead, it waits for the rest:
+Pipeline. Rank (s, l) of stage s and replica l works B[s, l] seconds a step, on m micro-batches in v chunks a stage, and
+spends the share f of this time on forward passes. P is the number of stages. In 1F1B some stage s works nearly without
+a pause. Before that the first micro-batch must pass the stages above s, and afterwards the last micro-batch must return
+through them. If the stages below take longer to return the first micro-batch than s takes for the forward passes that
+it may run ahead, s waits for the difference:
 
     pipeline(b) = max_s b[s] + (sum_{i<s} b[i] + max(0, sum_{i>s} b[i] - (P - 1 - s) f b[s])) / (m v)
 
-For v = 1 this is exact for even stages and up to 6 % below the exact schedule for random ones, never above. The step
-waits for the slowest replica, T = max_l pipeline(B[:, l]).
+For v = 1 this is exact for even stages. For random stages it is up to 6 % below the exact schedule, never above. The
+step waits for the slowest replica, T = max_l pipeline(B[:, l]).
 
-Ranks of an expert-parallel group wait for one another in every MoE layer, which a rank's total does not show: rank 0
-may be hot in one layer and rank 1 in the next. So no rank of stage s is through before E[s] = mean_l B[s, l] + m * sum
-over its MoE layers of (max - mean over expert-parallel ranks of the layer's seconds), and T is taken of max(B, E). Of
-what a rank's seconds in such a layer differ from the mean, tokens explain no more than the layer would differ if all of
-it went by tokens; the rest is the rank itself.
+Experts. Ranks of an expert-parallel group wait for one another in every MoE layer. A rank's total does not show that:
+rank 0 may be hot in one layer and rank 1 in the next. So no rank of stage s finishes before E[s] = mean_l B[s, l] + m *
+sum over its MoE layers of (max - mean over expert-parallel ranks of the layer's seconds), and T is computed from
+max(B, E). The difference of a rank's seconds in an MoE layer from the mean has two parts. Tokens explain at most the
+difference that the layer would have if its time were proportional to tokens; the rest is due to the rank itself.
 
-Levelling changes T to T'; the rest of the step (communication, data, optimizer) is taken to stay as it is:
+Balancing changes T to T'. The rest of the step (communication, data, optimizer) is assumed not to change:
 
     step' = step - (T - T'), and never below the mean load of a rank
 
     stages     every stage has the mean load, replicas keep their ratio
-    sequences  ranks of one stage have the mean load of that stage, but for what tokens of experts explain
-    experts    what tokens explain is gone from each MoE layer
+    sequences  ranks of one stage have the mean load of that stage, except for the part that tokens of experts explain
+    experts    MoE layers without the part that tokens explain
     all        every rank has the mean load
-    no idle    the limit: the step takes the mean load of a rank, no bubble and no waiting for anything
+    no idle    the limit: the step takes the mean load of a rank, without bubble and without any waiting
 
-The gains overlap and must not be added. On a GPU the time a layer waits inside a collective counts as busy, which hides
-uneven experts from the clock. Where tokens of expert-parallel ranks are uneven and their device time is not, "experts"
-and what follows it say what is gained if MoE layers took time in proportion to the tokens of the fullest rank: this is
-the most that can be had, and marked as `at_best`.
+The gains overlap and must not be added.
+
+On a GPU the time that a layer waits inside a collective counts as busy, so device time may not show uneven experts. If
+tokens of expert-parallel ranks are uneven and their device time is not, "experts", "all" and "no idle" assume that MoE
+layers take time in proportion to the tokens of the fullest rank. Their gain is then an upper bound, marked `at_best`.
 """
 
 from collections.abc import Mapping
@@ -42,14 +41,18 @@ import numpy as np
 
 __all__ = ["Estimate", "ExpertLoad", "StepLoad", "estimate", "pipeline_seconds"]
 
-# Device time that follows less than this share of the tokens' unevenness is taken not to show it at all.
+# If tokens explain less than this share of the imbalance that they would cause, device time is assumed not to show it.
 _CLOCK_SEES_EXPERTS = 0.05
 
 
 @dataclass(frozen=True)
 class ExpertLoad:
-    """One MoE layer in the typical step: its stage, and by expert-parallel rank the device seconds of the layer per
-    micro-batch and the tokens per step."""
+    """One MoE layer in the typical step.
+
+    stage: that holds the layer.
+    seconds: [expert-parallel rank], device seconds of the layer per micro-batch.
+    tokens: [expert-parallel rank], tokens per step.
+    """
 
     stage: int
     seconds: np.ndarray
@@ -63,9 +66,9 @@ class StepLoad:
     step_seconds    wall-clock seconds
     busy            float array [stage, replica], device seconds of a rank
     expert          int array [stage, replica], the expert-parallel rank of that rank
-    micro_batches   m, at least 1; infinity if not known, which leaves the fill of the pipeline out
+    micro_batches   m, at least 1; infinity if unknown, which leaves out warm-up and cool-down of the pipeline
     chunks          v, at least 1
-    forward_share   f, the forward passes' part of the busy time
+    forward_share   f, the share of forward passes in busy time
     expert_layers   layer -> its load, empty for a dense model
     """
 
@@ -80,8 +83,13 @@ class StepLoad:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Step time if `balanced` ("stages", "sequences", "experts", "all", "no idle") were even; `saved` is a share of the
-    measured step, 0 to 1. `at_best`: an upper bound of the gain rather than an expectation."""
+    """Step time under perfect balance of one kind of work.
+
+    balanced: "stages", "sequences", "experts", "all" or "no idle".
+    step_seconds: estimated seconds of the step.
+    saved: share of the measured step, 0 to 1.
+    at_best: whether the gain is an upper bound rather than an expectation.
+    """
 
     balanced: str
     step_seconds: float
@@ -90,7 +98,7 @@ class Estimate:
 
 
 def pipeline_seconds(busy: np.ndarray, micro_batches: float, chunks: int, forward_share: float) -> float:
-    """Seconds the slowest of some 1F1B pipelines takes; `busy` is [stage, pipeline] in seconds a step."""
+    """Seconds of the slowest of several 1F1B pipelines. busy: [stage, pipeline], seconds a step."""
     stages = len(busy)
     ahead = np.arange(stages - 1, -1, -1)[:, None]  # forwards a stage may run before its first backward
     above = np.cumsum(busy, axis=0) - busy
@@ -100,7 +108,7 @@ def pipeline_seconds(busy: np.ndarray, micro_batches: float, chunks: int, forwar
 
 
 def estimate(load: StepLoad) -> list[Estimate]:
-    """One estimate for each unevenness that this run could have, then "all" and "no idle"."""
+    """One estimate for each kind of work that could be uneven in this run, then "all" and "no idle"."""
     busy, mean = load.busy, float(load.busy.mean())
     stage_mean = busy.mean(axis=1, keepdims=True)
     experts = _experts(load)
@@ -131,12 +139,13 @@ def estimate(load: StepLoad) -> list[Estimate]:
 
 @dataclass(frozen=True)
 class _ExpertCost:
-    """What uneven MoE layers cost in seconds a step.
+    """Cost of uneven MoE layers in seconds a step.
 
-    wait        [stage, 1]: how long the mean rank waits for the slowest of its layers
-    token_wait, other_wait    [stage, 1]: the same if ranks differed by what tokens explain alone, or by the rest alone
+    wait        [stage, 1]: how long the mean rank waits for the slowest rank, over all MoE layers
+    token_wait  [stage, 1]: `wait` if ranks differed only by the part that tokens explain
+    other_wait  [stage, 1]: `wait` if ranks differed only by the rest
     excess      [stage, replica]: the part of a rank's busy time over the mean that tokens explain
-    bound       [stage, 1]: the gain if layers took time in proportion to tokens; 0 unless that is all there is to go by
+    bound       [stage, 1]: the gain if layers took time in proportion to tokens; 0 if device time shows uneven tokens
     """
 
     wait: np.ndarray

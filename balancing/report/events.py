@@ -1,46 +1,71 @@
 """The event log: what was uneven in each iteration, one JSON object a line in DIR/events.jsonl.
 
-A balancer that cannot be checked afterwards is not trusted, so every observation and every move leaves a line. All
-lines share ten keys (`STANDARD_KEYS`); the rest depends on the balancer. `imbalance_before` and `imbalance_after` are
-always max / mean: 1.0 is perfect. A run must never stop because its log cannot be written.
+Every observation and every action of a balancer is a line. All lines share ten keys (`STANDARD_KEYS`); further keys
+depend on the balancer. `imbalance_before` and `imbalance_after` are always max / mean, so 1.0 is perfect. A run never
+stops because its log cannot be written.
 
-`observe` turns the record of an iteration into lines with action "observe", where before equals after. They say:
+`observe` turns the record of an iteration into lines with action "observe", in which imbalance_before equals
+imbalance_after. Lines of the balancers have other actions.
 
-    balancer "layers", unit "stage"    busy_s, idle_s [stage]: seconds, mean over the ranks of the stage. rank_busy_s,
-        memory_bytes and the coordinates stage, node, data, tensor, context, expert [rank], in the order of `rank`.
-        step_s; bubble_fraction: the share of the job's rank time that was idle; micro_batches; chunks per stage.
-        With several chunks microbatch_group_size and overlap_moe_expert_parallel_comm, as in Megatron-LM.
-    balancer "layers", unit "layer"    layers: names in the order of the model, "embedding" first, "head" last.
-        forward_s, backward_s, recompute_s [layer]: device seconds per micro-batch, mean over micro-batches and over
-        the ranks that hold the layer (what differs between replicas is their data, and stands in the other lines).
-        With overlap_moe_expert_parallel_comm they include exposed_s, messages of experts that nothing hides.
-        stage, chunk [layer]: who holds it. kinds [layer]: of a hybrid model, "attention", "Mamba" and the like. The
-        imbalance is that of the numbered layers.
-    balancer "sequences", unit "rank"  tokens, attention_area, longest_sequence [rank]. The imbalance is that of the
-        attention area; token_imbalance stands beside it.
-        Lines with action "spread", unit "micro-batch", say what balancing did in a step, one for each pipeline `stage`
-        and data-parallel `replica`, the first of those that share micro-batches, with means over micro_batches. The
-        imbalance is that of the attention area, before as Megatron-LM would cut the batch; token_imbalance is that of
-        linear layers. methods: planner -> micro-batches. plan_wait_ms: how long the step waited for plans. apply_ms:
-        how long attention waited for transfers, on the rank that waited longest. kv_intra_bytes, kv_inter_bytes,
-        remap_intra_bytes, remap_inter_bytes: sent by all ranks together inside nodes and between them. local_share,
-        intra_node_share, inter_node_share: of tokens whose document is on one rank, in one node, or in several.
-        micro_batch_imbalance_before, micro_batch_imbalance_after: of modelled seconds of micro-batches, as drawn and as
-        run; micro_batch_step_before, micro_batch_step_after: where they were dealt, modelled seconds of a step over
-        that of equal micro-batches.
-        ordered_before, ordered_after [rank of the domain]: attention area over the mean of its micro-batch, from the
-        fullest rank to the emptiest.
-    balancer "experts", unit "rank"    one line for each MoE layer. layer; tokens_per_expert [expert], over all ranks;
-        tokens_per_rank [expert-parallel rank], experts at home, in contiguous blocks; busy_s [expert-parallel rank]:
-        device seconds per micro-batch of this layer there. The imbalance is that of tokens_per_rank.
-        Lines with action "replicate" or "keep", unit "layer", say what balancing did for one MoE layer in a step. The
-        imbalance is that of tokens per expert-parallel rank, mean over micro-batches, before at home and after the
-        split. tokens_per_rank [expert-parallel rank]: after the split. replicas: slots in use over all ranks. drift:
-        part of the layer's tokens that went to other experts in the iteration before than in the one before that.
-        plan_age: iterations since the loads that replicas were placed for.
-        plan_wait_ms: how long the step waited for plans. apply_ms: how long it waited for replicas' transfers.
-        moved_bytes: of weights and gradients, sent by all ranks together. slot_bytes: memory of the replica slots of
-        all layers of the model chunk on one rank, with their gradients.
+balancer "layers", unit "stage", action "observe":
+    step_s              seconds of the step
+    busy_s, idle_s      [stage], seconds, mean over the ranks of the stage
+    bubble_fraction     share of the job's rank time that was idle
+    micro_batches, chunks    of the step; chunks per stage
+    microbatch_group_size, overlap_moe_expert_parallel_comm    with several chunks, as in Megatron-LM
+    rank                numbers of the ranks; the following keys are [rank] in this order
+    rank_busy_s, memory_bytes, stage, node, data, tensor, context, expert
+
+balancer "layers", unit "layer", action "observe"; the imbalance is that of the numbered layers:
+    layers              names in the order of the model, "embedding" first, "head" last
+    forward_s, backward_s, recompute_s    [layer], device seconds per micro-batch, mean over micro-batches and over the
+                        ranks that hold the layer
+    exposed_s           [layer], with overlap_moe_expert_parallel_comm: seconds of the experts' messages that no
+                        computation hides; forward_s and backward_s include them
+    stage, chunk        [layer], the stage and the chunk that hold the layer
+    kinds               [layer], of a hybrid model: "attention", "Mamba" and so on
+
+balancer "sequences", unit "rank", action "observe"; the imbalance is that of the attention area:
+    tokens, attention_area, longest_sequence    [rank]
+    token_imbalance     imbalance of tokens
+
+balancer "sequences", unit "micro-batch", action "spread": what balancing did in a step, one line for each pipeline
+`stage` and data-parallel `replica` (the first of those that share micro-batches), with means over `micro_batches`. The
+imbalance is that of the attention area; before: as Megatron-LM would cut the batch:
+    token_imbalance     imbalance of tokens in linear layers
+    methods             planner -> number of micro-batches
+    plan_wait_ms        how long the step waited for plans
+    apply_ms            how long attention waited for transfers, on the rank that waited longest
+    kv_intra_bytes, kv_inter_bytes, remap_intra_bytes, remap_inter_bytes    sent by all ranks together, inside nodes and
+                        between nodes
+    local_share, intra_node_share, inter_node_share    shares of tokens whose document is on one rank, in one node, or
+                        in several nodes
+    micro_batch_imbalance_before, micro_batch_imbalance_after    imbalance of modelled seconds of micro-batches, as
+                        drawn and as run
+    micro_batch_step_before, micro_batch_step_after    modelled seconds of a step over those of a step of equal
+                        micro-batches, if documents were distributed over micro-batches
+    ordered_before, ordered_after    [rank of the domain], attention area over the mean of its micro-batch, from the
+                        fullest rank to the emptiest
+
+balancer "experts", unit "rank", action "observe": one line for each MoE layer; the imbalance is that of
+tokens_per_rank:
+    layer               number of the layer
+    tokens_per_expert   [expert], over all ranks
+    expert_imbalance    imbalance of tokens_per_expert
+    tokens_per_rank     [expert-parallel rank], with every expert on its home rank, in contiguous blocks
+    busy_s              [expert-parallel rank], device seconds of this layer per micro-batch
+
+balancer "experts", unit "layer", action "replicate" or "keep": what balancing did for one MoE layer in a step. The
+imbalance is that of tokens of expert-parallel ranks, mean over micro-batches; before: with every expert on its home
+rank, after: with replicas:
+    tokens_per_rank     [expert-parallel rank], with replicas
+    replicas            slots in use over all ranks
+    drift               share of the layer's tokens that changed experts between the last two iterations before this one
+    plan_age            iterations since the loads for which the replicas were placed
+    plan_wait_ms        how long the step waited for plans
+    apply_ms            how long the step waited for transfers of replicas
+    moved_bytes         of weights and gradients, sent by all ranks together
+    slot_bytes          memory of the replica slots of all layers of the model chunk on one rank, with gradients
 """
 
 import json
@@ -77,7 +102,7 @@ logger = logging.getLogger(__name__)
 
 
 def imbalance(load: Any) -> float:
-    """max / mean of an array of loads of any shape; 1.0, which is perfect, where there is no load at all."""
+    """max / mean of an array of loads of any shape; 1.0, the perfect value, if there is no load."""
     load = np.asarray(load, dtype=float)
     mean = load.mean() if load.size else 0.0
     return float(load.max() / mean) if mean > 0 else 1.0
@@ -97,17 +122,19 @@ def event(
     reason: str = "",
     **more: Any,
 ) -> dict[str, Any]:
-    """One line of the log with all standard keys; `imbalance_after` is as before unless given. `more` follows them."""
+    """One line of the log: all standard keys, then `more`. imbalance_after: imbalance_before by default."""
     after = imbalance_before if imbalance_after is None else imbalance_after
     values = (iteration, balancer, unit, imbalance_before, after, plan_ms, apply_ms, moved_bytes, action, reason)
     return dict(zip(STANDARD_KEYS, values, strict=True)) | more
 
 
 class EventLog:
-    """Appends events to DIR/events.jsonl, and makes DIR if it is not there.
+    """Appends events to DIR/events.jsonl, and makes DIR if it is missing.
 
-    Each `write` reaches the operating system before it returns. When writing fails, as on a full disk, one warning is
-    logged, the log stays closed, and training goes on. Raises ValueError if DIR cannot be written to at the start.
+    Each `write` reaches the operating system before it returns. If writing fails, for example on a full disk, one
+    warning is logged, the log stays closed, and training goes on.
+
+    Raises ValueError if DIR cannot be written to at the start.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
@@ -122,7 +149,7 @@ class EventLog:
             ) from error
         size = os.fstat(self._file).st_size
         if size and os.pread(self._file, 1, size - 1) != b"\n":
-            self._append(b"\n")  # an earlier run died in the middle of a line: leave that line damaged, not ours too
+            self._append(b"\n")  # an earlier run died in the middle of a line: keep our first line apart from it
 
     def write(self, events: Iterable[dict[str, Any]]) -> None:
         """Append `events`, usually those of one iteration. Numpy arrays and numbers become lists and numbers."""
@@ -136,7 +163,7 @@ class EventLog:
             self._append(("\n".join(lines) + "\n").encode())
 
     def close(self) -> None:
-        """Close the file. Nothing is written any more."""
+        """Close the file. Later calls of `write` do nothing."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -239,7 +266,7 @@ def _stage_event(record: IterationRecord, ranks: list[RankRecord], costs: list[_
 def _layer_event(record: IterationRecord, ranks: list[RankRecord], costs: list[_RankCosts]) -> dict[str, Any]:
     total: dict[int | str, np.ndarray] = {}
     exposed: dict[int | str, float] = {}
-    calls: dict[int | str, int] = {}  # micro-batches that went through the layer, over the ranks that hold it
+    calls: dict[int | str, int] = {}  # micro-batches that passed the layer, summed over the ranks that hold it
     holder: dict[int | str, tuple[int, int]] = {}
     for rank, cost in zip(ranks, costs, strict=True):
         for layer, seconds in cost.seconds.items():

@@ -1,12 +1,12 @@
-"""Messages of experts that no computation hides, with `--overlap-moe-expert-parallel-comm`.
+"""Exposed messages of experts: those that no computation hides, with `--overlap-moe-expert-parallel-comm`.
 
-The dispatch and the combine of a layer then run beside computation of another micro-batch. A step gets longer only by
-the part of a message during which its rank computes nothing: it is exposed. That part belongs to the layer whose
-message it is, wherever the layer moves.
+With this flag the dispatch and the combine of a layer run beside computation of another micro-batch. Only the part of a
+message during which its rank computes nothing makes the step longer: this part is exposed. It counts for the layer of
+the message and moves with the layer.
 
-A pass that runs alone, in warm-up and cool-down, hides nothing. The first stages have more of these passes, and the
-average over all passes would make their layers look expensive. Passes that ran in turn with one of another micro-batch
-therefore count, if there are any.
+A pass that runs alone, in warm-up and cool-down, hides nothing. The first stages have more of these passes, so an
+average over all passes would make their layers look expensive. Therefore only passes that alternated with a pass of
+another micro-batch count, if there are any.
 """
 
 from collections import Counter
@@ -22,11 +22,11 @@ _PHASES = {"forward": 0, "backward": 1}
 
 
 def exposed_spans(messages: Sequence[Span], computed: Sequence[tuple[float, float]]) -> list[Span]:
-    """The exposed part of messages of layers, one span a pass that has any, of kind "forward-exposed" or
-    "backward-exposed". It has no device seconds, and ends with the last message of its pass that is exposed.
+    """The exposed part of messages of layers: one span, "forward-exposed" or "backward-exposed", for each pass that has
+    any. It has no device seconds, and ends with the last exposed message of its pass.
 
-    messages: of kind "forward" or "backward"; `seconds` from the moment when all that is sent is there.
-    computed: start and seconds of each piece of computation of the rank. Pieces do not overlap.
+    messages: of kind "forward" or "backward"; they start when all data to send are ready.
+    computed: (start, seconds) of each piece of computation of the rank. Pieces do not overlap.
     """
     if not messages:
         return []
@@ -45,9 +45,9 @@ def exposed_spans(messages: Sequence[Span], computed: Sequence[tuple[float, floa
 
 
 def exposed_seconds(spans: Iterable[Span]) -> dict[tuple[int | str, int], float]:
-    """Exposed seconds per micro-batch of each layer that has any, by layer and phase: 0 forward, 1 backward.
+    """(layer, phase) -> exposed seconds per micro-batch; phase 0 is forward, 1 is backward.
 
-    spans: of one rank in one iteration. A pass of the stage that ran in turn with another one has several.
+    spans: of one rank in one iteration. A pass of the stage that alternated with another pass has several spans.
     """
     exposed = [span for span in spans if span.kind.endswith("-exposed")]
     if not exposed:

@@ -1,7 +1,4 @@
-"""A summary in words: the answers to what is asked first, and rows that name each thing.
-
-The terminal and the HTML page say the same, so the words are made in one place.
-"""
+"""A summary in words, for the terminal and the HTML page: short answers, and rows of tables."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -23,15 +20,15 @@ ACTIONS = ("balancer", "actions", "planning", "waited for transfers", "moved", "
 _MEMORY = {"slot_bytes": "slots {}", "peak_bytes": "at most {} until a move ended"}
 GAINS = ("what balancing gained", "of what", "before", "after")
 
-# An unevenness that costs less than this share of a step is not worth a sentence of alarm.
+# An imbalance that costs less than this share of a step is not named in the answers.
 _WORTH_NAMING = 0.03
 
-# Below this max / mean nobody is the worst.
+# Below this max / mean all count as alike.
 _ALIKE = 1.005
 
 _MOVED = {"rollback": "when layers moved back"}
 
-# Which balancer evens out what an estimate supposes even.
+# The balancer for each estimate.
 _FLAGS = {"stages": "layers", "sequences": "sequences", "experts": "experts"}
 
 _BALANCED = {
@@ -44,8 +41,14 @@ _BALANCED = {
 
 
 class Finding(NamedTuple):
-    """What was looked for, who it is, how much it has, how far that is over the others, and max / mean of a typical
-    step, whoever has most then: without the balancer that is on, and as it was."""
+    """A row of the findings.
+
+    what: the quantity, such as "slowest stage".
+    who: the stage, rank, layer or expert that has most.
+    value: how much it has.
+    over: its value over the mean or median of the others.
+    before, typical: max / mean of a typical step, without the balancer that is on, and as it was.
+    """
 
     what: str
     who: str
@@ -56,7 +59,7 @@ class Finding(NamedTuple):
 
 
 class GainRow(NamedTuple):
-    """The balancer, what it levels, and how uneven that is before and after; or a time before and after."""
+    """The balancer, the quantity that it balances, and max / mean of it before and after; or times before and after."""
 
     balancer: str
     what: str
@@ -65,14 +68,14 @@ class GainRow(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What is asked, in a word, and the answer in sentences."""
+    """The question in a word, and the answer in sentences."""
 
     about: str
     text: str
 
 
 class Prospect(NamedTuple):
-    """What is balanced, the step time then, and the share of the step saved."""
+    """The work that is balanced, the step time with it balanced, and the share of the step saved."""
 
     balanced: str
     step: str
@@ -80,13 +83,13 @@ class Prospect(NamedTuple):
 
 
 def shown_columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:
-    """The table without columns that are empty in every row."""
+    """The head and the rows of a table without columns that are empty in every row."""
     shown = [column for column in range(len(head)) if any(row[column] for row in rows)]
     return [head[column] for column in shown], [[row[column] for column in shown] for row in rows]
 
 
 def rank_name(summary: Summary, rank: int) -> str:
-    """rank 3 (stage 1, node 0), as far as the place is known and says anything."""
+    """rank 3 (stage 1, node 0); the stage only with several stages, the node only with several nodes."""
     ranks = summary.ranks
     if ranks is None or rank not in ranks.rank:
         return f"rank {rank}"
@@ -97,7 +100,7 @@ def rank_name(summary: Summary, rank: int) -> str:
 
 
 def basis(summary: Summary) -> str:
-    """What the figures rest on: iterations counted, left out, and damaged lines."""
+    """The iterations that the figures are of, the iterations left out, and damaged lines."""
     if not summary.counted:
         return f"no iteration was observed{_damage(summary)}"
     first, last, n = summary.counted[0], summary.counted[-1], len(summary.counted)
@@ -112,7 +115,7 @@ def _damage(summary: Summary) -> str:
 
 
 def finding_rows(summary: Summary) -> list[Finding]:
-    """Slowest stage, layer and rank, fullest ranks, hottest experts, most memory: those that were measured."""
+    """Rows for slowest stage, layer and rank, fullest ranks, hottest experts and most memory, as far as measured."""
     rows = []
     stages, many = summary.stage_count > 1, summary.ranks is not None and summary.ranks.rank.size > 1
     if stages and (stage := summary.stage):
@@ -160,7 +163,8 @@ def finding_rows(summary: Summary) -> list[Finding]:
 
 
 def gain_rows(summary: Summary) -> list[GainRow]:
-    """What each balancer that was on made of the unevenness it levels, and what a move of layers did to the step."""
+    """Rows for the imbalance without and with each balancer that was on, and for the step before and after layers
+    moved."""
     rows = [
         GainRow(gain.balancer, f"max / mean {gain.what}", ratio(gain.before), ratio(gain.after))
         for gain in summary.gains
@@ -186,7 +190,7 @@ def _per_call(seconds: float) -> str:
 
 
 def prospect_rows(summary: Summary) -> list[Prospect]:
-    """What the step would take if each unevenness were balanced; "at best" marks an upper bound of the gain."""
+    """Rows for the step time with each kind of work balanced. "at best" marks an upper bound of the gain."""
     return [
         Prospect(
             _BALANCED[estimate.balanced],
@@ -198,14 +202,14 @@ def prospect_rows(summary: Summary) -> list[Prospect]:
 
 
 def _spent(seconds: float, actions: int) -> str:
-    """Of all actions, and of each where there are several."""
+    """Time of all actions, and of each action if there are several."""
     each = f" ({duration(seconds / actions)} each)" if actions > 1 and seconds else ""
     return duration(seconds) + each
 
 
 def action_rows(summary: Summary) -> list[tuple[str, ...]]:
-    """Balancer, what it did how often, time planning, time that the slowest rank waited for transfers, and for others
-    before they sent, both of all actions and of each; bytes sent, and bytes of a rank's memory."""
+    """Rows of: balancer; actions and how often; time of planning; time that the slowest rank waited for transfers and
+    for their senders; bytes sent; memory of a rank. Times are of all actions and of each."""
     return [
         (
             name,
@@ -220,7 +224,7 @@ def action_rows(summary: Summary) -> list[tuple[str, ...]]:
 
 
 def answers(summary: Summary) -> list[Answer]:
-    """What a reader asks first: how long a step is, who is slow, what balancing brought and would bring, which flag."""
+    """How long a step is, who is slow, what balancing gained, what it would still gain, and which flag to switch on."""
     if summary.step_seconds is None or summary.ranks is None:
         return [Answer("step", "No step was timed, so there is no verdict; what was measured stands below.")]
     text = f"A step takes {duration(summary.step_seconds)}"
@@ -254,7 +258,7 @@ def answers(summary: Summary) -> list[Answer]:
 
 
 def _flags(summary: Summary) -> str:
-    """The flags of balancers that are off and would save something, most first."""
+    """The flags of balancers that are off and would save time, the largest saving first."""
     on = {gain.balancer for gain in summary.gains} | set(summary.actions)
     worth = sorted(
         (each for each in summary.estimates if each.balanced in _FLAGS and each.saved >= _WORTH_NAMING),

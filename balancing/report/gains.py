@@ -1,15 +1,15 @@
-"""Gains of balancing: the imbalance that a run would have had without it beside the imbalance it had.
+"""Gains of balancing: the imbalance without a balancer and with it.
 
 Both are measured in the same iteration, as max / mean:
 
-    layers     seconds of pipeline stages: this iteration's layers added up by the stages of the run's first layout,
-               and by those of the layout in force
+    layers     seconds of pipeline stages: the iteration's layers added up by the stages of the run's first layout, and
+               by the stages of the current layout
     sequences  attention area of context-parallel ranks: a micro-batch as Megatron-LM would cut it, and as it was
                spread; mean over micro-batches, since ranks wait for one another in each
-    experts    tokens of expert-parallel ranks: every expert at home, and with replicas; mean over MoE layers, since
-               ranks wait for one another in each
+    experts    tokens of expert-parallel ranks: every expert on its home rank, and with replicas; mean over MoE layers,
+               since ranks wait for one another in each
 
-How long steps took before and after layers moved is measured too, in different iterations.
+Step times before and after layers moved are measured in different iterations.
 """
 
 from collections.abc import Iterable
@@ -35,7 +35,7 @@ BeforeAfter = tuple[float, float]
 
 @dataclass(frozen=True)
 class Gain:
-    """max / mean of `what` in the median iteration: without the balancer, and with it."""
+    """max / mean of `what` in the median iteration: without the balancer (before) and with it (after)."""
 
     balancer: str
     what: str
@@ -45,10 +45,12 @@ class Gain:
 
 @dataclass(frozen=True)
 class Move:
-    """The last time that layers moved, before `iteration`.
+    """The last time that layers moved, before `iteration`. Seconds are medians.
 
-    layouts as --pipeline-model-parallel-layout takes them. stage_before, stage_after [stage]: busy seconds of a step,
-    rank_before [rank] likewise, in the order of ranks; step_before, step_after: seconds of a step. All are medians.
+    layout_before, layout_after: in the form of --pipeline-model-parallel-layout.
+    stage_before, stage_after: [stage], busy seconds of a step.
+    rank_before: [rank], busy seconds of a step, in the order of ranks.
+    step_before, step_after: seconds of a step.
     """
 
     iteration: int
@@ -64,7 +66,7 @@ class Move:
 
 
 def over_the_run(history: History) -> dict[str, dict[int, BeforeAfter]]:
-    """Balancer -> iteration -> max / mean without and with it, for balancers that were on."""
+    """Balancer -> iteration -> max / mean (without it, with it), for balancers that were on."""
     found = {
         "layers": _of_stages(history),
         "sequences": _mean_of_lines(_actions(history, "sequences", "micro-batch")),
@@ -74,7 +76,7 @@ def over_the_run(history: History) -> dict[str, dict[int, BeforeAfter]]:
 
 
 def gains(history: History, counted: Iterable[int]) -> list[Gain]:
-    """One for each balancer that was on, of the iterations `counted`."""
+    """The gain of each balancer that was on, over the iterations `counted`."""
     found = []
     for balancer, series in over_the_run(history).items():
         values = [series[iteration] for iteration in counted if iteration in series]
@@ -89,7 +91,7 @@ def _actions(history: History, balancer: str, unit: str) -> list[dict[str, Any]]
 
 
 def _spread(history: History, counted: Iterable[int]) -> list[dict[str, Any]]:
-    """What the balancer of sequences did in the iterations `counted`."""
+    """Lines of action "spread" of the iterations `counted`."""
     inside = set(counted)
     return [line for line in _actions(history, "sequences", "micro-batch") if line["iteration"] in inside]
 
@@ -118,7 +120,7 @@ def _of_stages(history: History) -> dict[int, BeforeAfter]:
 
 
 def tokens_served(history: History) -> dict[int, dict[int, np.ndarray]]:
-    """Iteration -> MoE layer -> tokens [expert-parallel rank] with replicas, as far as the run recorded it."""
+    """Iteration -> MoE layer -> tokens [expert-parallel rank] with replicas, as far as the run recorded them."""
     served: dict[int, dict[int, np.ndarray]] = {}
     for line in _actions(history, "experts", "layer"):
         if "tokens_per_rank" in line:
@@ -127,8 +129,11 @@ def tokens_served(history: History) -> dict[int, dict[int, np.ndarray]]:
 
 
 def ordered_attention(history: History, counted: Iterable[int]) -> tuple[np.ndarray, np.ndarray] | None:
-    """Attention area of context-parallel ranks in a micro-batch over its mean, from the fullest rank to the emptiest,
-    as Megatron-LM would cut it and as it was spread; medians over iterations. None if the run did not record it."""
+    """Two arrays [context-parallel rank]: attention area of a micro-batch over its mean, from the fullest rank to the
+    emptiest, as Megatron-LM would cut the micro-batch and as it was spread.
+
+    Medians over iterations. None if the run did not record them.
+    """
     lines = _spread(history, counted)
     lines = [line for line in lines if "ordered_before" in line and "ordered_after" in line]
     lines = [line for line in lines if line["ordered_after"].shape == lines[-1]["ordered_after"].shape]
@@ -139,8 +144,10 @@ def ordered_attention(history: History, counted: Iterable[int]) -> tuple[np.ndar
 
 
 def dealt_steps(history: History, counted: Iterable[int]) -> BeforeAfter | None:
-    """Modelled seconds of a step over those of equal micro-batches, as drawn and as dealt (--sequence-micro-batches);
-    medians over iterations. None where micro-batches were not dealt."""
+    """Modelled seconds of a step over those of a step of equal micro-batches: (as drawn, as run).
+
+    Medians over iterations. None without --sequence-micro-batches.
+    """
     lines = [line for line in _spread(history, counted) if all(name in line for name in STEPS)]
     pairs = [tuple(float(line[name]) for name in STEPS) for line in lines]
     if not pairs:
@@ -150,7 +157,7 @@ def dealt_steps(history: History, counted: Iterable[int]) -> BeforeAfter | None:
 
 
 def last_move(history: History, counted: Iterable[int]) -> Move | None:
-    """The last move, with the iterations `counted` as those after it. None if layers never moved."""
+    """The last move of layers; None if layers never moved. counted: the iterations after the move."""
     moves = [
         line for line in _actions(history, "layers", "stage") if line.get("layout_before") != line.get("layout_after")
     ]

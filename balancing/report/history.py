@@ -1,8 +1,8 @@
-"""A run's report directory, read back.
+"""Reads a run's report directory.
 
-Files of a training run are seldom whole: the job was killed in the middle of a line, a disk was full for a while, a
-restart appended to the log and wrote some iterations twice. A damaged line is counted and left out, the last word on an
-iteration wins, and what other programs add (unknown keys, units, actions) is no reason to stop.
+Logs may be damaged: the job was killed in the middle of a line, the disk was full, or a restart wrote iterations again.
+A damaged line is counted and left out. Of several lines for one iteration the last one counts. Unknown keys, units and
+actions are accepted.
 """
 
 import os
@@ -19,15 +19,15 @@ from balancing.report.trace import TraceIteration, read_trace
 
 __all__ = ["MEMORY", "MOST_MICRO_BATCHES", "STEPS", "Damage", "History", "read_history", "report_files"]
 
-# Bounds of what a line may say. Below them sums over all ranks stay exact in float64 and whole in int64.
+# Bounds of the values of a line. Below them sums over all ranks are exact in float64 and fit int64.
 MOST_LINE_BYTES = 64 << 20
 MOST_MICRO_BATCHES = 100_000  # of a rank in a step
 _MOST_COUNT = 2**53  # tokens, bytes, attention area, iterations
-_MOST_NUMBER = 1e9  # seconds and whatever else is no count
+_MOST_NUMBER = 1e9  # seconds, and other numbers that are not counts
 _MOST_PLACE = 2**20  # number of a rank, stage, node, layer
 _MOST_CHUNKS = 4096
 
-# Keys that an observed line must have, by balancer and unit. Keys of one group are arrays of one length.
+# Keys that a line of action "observe" must have, by balancer and unit. Keys of one group are arrays of one length.
 _GROUPS: dict[tuple[str, str], tuple[tuple[str, ...], ...]] = {
     ("layers", "stage"): (
         ("busy_s", "idle_s"),
@@ -42,14 +42,14 @@ _NUMBERS: dict[tuple[str, str], tuple[str, ...]] = {
     ("sequences", "rank"): ("token_imbalance",),
     ("experts", "rank"): ("expert_imbalance", "layer"),
 }
-# Arrays that the line of an action may have.
+# Arrays that a line of another action may have.
 _OF_ACTIONS = ("tokens_per_rank", "ordered_before", "ordered_after")
-# Numbers that it may have.
+# Numbers that a line of another action may have.
 STEPS = ("micro_batch_step_before", "micro_batch_step_after")
-# Bytes of a device's memory: what a balancer holds, and what was in use at most until a move had ended.
+# Bytes of a device's memory: held by a balancer, and the peak until a move of layers had ended.
 MEMORY = ("slot_bytes", "peak_bytes")
 _STANDARD_NUMBERS = ("imbalance_before", "imbalance_after", "plan_ms", "apply_ms", "moved_bytes")
-# Bounds of whole numbers, and of numbers in rows that are no counts.
+# Bounds of whole numbers, and of arrays of numbers that are not counts.
 _WHOLE = {
     "iteration": (0, _MOST_COUNT),
     "micro_batches": (0, MOST_MICRO_BATCHES),
@@ -59,16 +59,16 @@ _WHOLE = {
 }
 _PLACES = dict.fromkeys(("rank", "stage", "node", "data", "tensor", "context", "expert"), _MOST_PLACE)
 _PLACES["chunk"] = _MOST_CHUNKS
-_DISTINCT = ("rank", "layers")  # in one line
+_DISTINCT = ("rank", "layers")  # arrays without repeated entries
 
 
 @dataclass
 class Damage:
     """Lines of a log that cannot be used.
 
-    count: of all of them.
-    first: number of the first one, and what is wrong with it.
-    kinds: how many observe each (balancer, unit); lines that are no JSON have none.
+    count: number of damaged lines.
+    first: number of the first damaged line, and what is wrong with it.
+    kinds: number of damaged lines of action "observe" by (balancer, unit), as far as they are JSON.
     """
 
     path: Path
@@ -93,12 +93,13 @@ class Damage:
 
 @dataclass
 class History:
-    """Everything DIR knows. Lines are as `observe` wrote them, with numpy arrays for lists.
+    """The contents of DIR. Lines are as `observe` wrote them, with numpy arrays for lists.
 
-    stages, layers, sequences    iteration -> its line
-    experts      iteration -> layer -> its line
+    stages, layers, sequences    iteration -> its line of action "observe"
+    experts      iteration -> layer -> its line of action "observe"
     actions      every line whose action is not "observe", in the order of the file
-    timelines    the iterations of the trace, oldest first; `no_timeline` says why there are none
+    timelines    the iterations of the trace, oldest first
+    no_timeline  why there is no timeline; "" if there is one
     damage       lines that could not be used
     """
 
@@ -121,7 +122,7 @@ class History:
         return sorted(self.stages.keys() | self.layers.keys() | self.sequences.keys() | self.experts.keys())
 
     def lacks(self, balancer: str, unit: str, otherwise: str) -> ValueError:
-        """The error that no line observes `unit` of `balancer`: they are all damaged, or what `otherwise` says."""
+        """The error for a log without lines of `balancer` and `unit`: all are damaged, else the text `otherwise`."""
         path, lost = self.damage.path, self.damage.kinds[balancer, unit]
         if lost:
             return ValueError(
@@ -131,7 +132,7 @@ class History:
         return ValueError(f"{otherwise} ({self.damage})" if self.damage else otherwise)
 
     def keep(self, line: Any) -> None:
-        """File one line. Raises KeyError, TypeError or ValueError if it is not what its balancer and unit say."""
+        """Add one line. Raises KeyError, TypeError or ValueError if it lacks a key of its kind or has wrong values."""
         if not isinstance(line, dict):
             raise TypeError(f"it is no JSON object but {type(line).__name__}")
         iteration, key = _number(line, "iteration"), (line["balancer"], line["unit"])
@@ -187,7 +188,7 @@ def _number(line: dict[str, Any], name: str) -> int:
 
 
 def _row(line: dict[str, Any], name: str) -> np.ndarray:
-    """An array of `line`, one row of numbers from 0 to their bound: float64 or int64."""
+    """A one-dimensional array of `line` with numbers from 0 to their bound: float64 or int64."""
     real = name.endswith("_s") or (name in _OF_ACTIONS and line["action"] != "observe")
     row = np.asarray(line[name])
     if row.ndim != 1 or not row.size or row.dtype.kind not in ("iuf" if real else "iu"):
@@ -199,7 +200,7 @@ def _row(line: dict[str, Any], name: str) -> np.ndarray:
 
 
 def _names(names: Any) -> list[int | str]:
-    """The numbers of layers and the names of what is not numbered."""
+    """A list of layers: numbers, and names such as "embedding"."""
     if not isinstance(names, list) or not names:
         raise TypeError("layers is no list")
     for name in names:
@@ -209,7 +210,7 @@ def _names(names: Any) -> list[int | str]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Number, from 1, and text of each line that is not blank, of which no more is read than a line may have."""
+    """(number from 1, text) of each line that is not blank. Of a too long line only the beginning is read."""
     with open(path, "rb") as file:
         number = 0
         while text := file.readline(MOST_LINE_BYTES + 1):
@@ -221,14 +222,14 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def report_files(directory: Path) -> list[Path]:
-    """The files of a report that are read, which nothing else may be written over."""
+    """The files that a report is read from. Nothing else may be written over them."""
     return [directory / "events.jsonl", directory / "trace.json"]
 
 
 def read_history(directory: str | os.PathLike[str]) -> History:
-    """Read DIR/events.jsonl, and DIR/trace.json if it is there. All that is read of a report is read here.
+    """Read DIR/events.jsonl, and DIR/trace.json if it exists.
 
-    Raises ValueError, in one line, if there is no directory, no event log, or no line in it that can be used.
+    Raises ValueError, in one line, if there is no directory, no event log, or no usable line in the log.
     """
     directory = Path(directory)
     path = directory / "events.jsonl"
@@ -239,7 +240,7 @@ def read_history(directory: str | os.PathLike[str]) -> History:
     if not path.is_file():
         raise ValueError(f"{path} is no regular file; give the directory that --balance-report named")
     history = History(directory)
-    number_of: dict[int, int] = {}  # iteration -> number of its line of layers
+    number_of: dict[int, int] = {}  # iteration -> line number of its layers
     try:
         for number, text in _lines(path):
             line: Any = None

@@ -1,8 +1,8 @@
-"""The report as one HTML file that opens anywhere: no script, no font, no image from elsewhere.
+"""The report as one HTML file without scripts and without fonts or images from elsewhere.
 
-It is read from the top: the answers to what is asked first, what balancing gained, the names, what balance would still
-give, then a figure for each question with one sentence that says what to look at. A figure without data is replaced by
-one line that says why. `page.html.jinja` lays it out.
+In order: short answers, what balancing gained, the slow stages, ranks and experts, what perfect balance would still
+give, what the balancers did, then figures, each with a caption that says what to look for. A figure without data is
+replaced by one line that says why. The template is `page.html.jinja`.
 """
 
 import os
@@ -48,7 +48,7 @@ class _Table(NamedTuple):
 
 
 class _Figure(NamedTuple):
-    """A figure and its caption; or, with an empty `svg`, why it is left out."""
+    """A figure and its caption; with an empty `svg` the text says why the figure is left out."""
 
     title: str
     svg: Markup
@@ -56,7 +56,7 @@ class _Figure(NamedTuple):
 
 
 def write_page(path: str | os.PathLike[str], history: History, summary: Summary) -> None:
-    """Write the page to `path`. Raises ValueError if that cannot be done; the old file is then still there."""
+    """Write the page to `path`. Raises ValueError if the file cannot be written; the old file is then kept."""
     write_text(path, page(history, summary), report_files(history.directory))
 
 
@@ -82,7 +82,7 @@ def page(history: History, summary: Summary) -> str:
 
 
 def _gains(summary: Summary) -> list[dict[str, str]]:
-    """One tile for each balancer. Bars say what the fullest has over the mean, in percent of the longest bar."""
+    """One tile for each balancer. A bar is max / mean - 1, in percent of the longest bar."""
     longest = max([gain.before - 1 for gain in summary.gains] + [gain.after - 1 for gain in summary.gains] + [1e-9])
     return [
         {
@@ -98,11 +98,11 @@ def _gains(summary: Summary) -> list[dict[str, str]]:
 
 
 def _steps(summary: Summary) -> Iterator[dict[str, str]]:
-    """Tiles of the step: as micro-batches were dealt, and around the last move."""
+    """Tiles of the step: before and after micro-batches were balanced, and before and after the last move."""
     if summary.dealt is not None:
         before, after = map(ratio, summary.dealt)
         yield {"what": "modelled, of one with equal micro-batches", "before": before, "after": after}
-    if (move := summary.move) is not None and move.action != "release":  # which goes on with fewer ranks
+    if (move := summary.move) is not None and move.action != "release":  # a release leaves fewer ranks
         what = "layers moved back" if move.action == "rollback" else "layers moved"
         times = {"before": duration(move.step_before), "after": duration(move.step_after)}
         yield {"what": f"when {what}, iteration {move.iteration}"} | times
@@ -136,7 +136,7 @@ def _left_out(title: str, why: str) -> _Figure:
 
 
 def _timeline(history: History, summary: Summary) -> Iterator[_Figure]:
-    """A typical iteration, after one from before layers moved if there is one, on axes of one length."""
+    """Timeline of an iteration from before layers moved, if there is one, and of a typical one, on equal axes."""
     title = "One iteration on the clock"
     if history.no_timeline:
         yield _left_out(title, history.no_timeline)

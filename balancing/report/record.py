@@ -1,7 +1,7 @@
 """The record of one iteration that rank 0 gathers from every rank.
 
-Whoever measures a run fills these in; everything else in this package starts from them. They hold plain Python and
-numpy only, so that a record can be made, pickled and read without a process group or a GPU.
+All other modules of this package start from these records. They hold only plain Python and numpy, so a record can be
+made, pickled and read without a process group or a GPU.
 """
 
 from dataclasses import dataclass, field
@@ -13,19 +13,19 @@ __all__ = ["IterationRecord", "RankRecord", "Span"]
 
 
 class Span(NamedTuple):
-    """One timed piece of work of one rank. A tuple, since an iteration has thousands of them.
+    """One timed piece of work of one rank. A tuple, since an iteration has thousands of spans.
 
     kind         "forward", "backward" or "recompute" of one layer; "forward-step" or "backward-step" for the whole call
                  of a stage on one micro-batch; "forward-exposed" or "backward-exposed" for messages of one layer that
-                 no computation hides; anything else ("plan", "apply", "optimizer") is shown as it is named
-    layer        global layer number from 0, "embedding", "head", "mtp", or "" where no layer is meant
+                 no computation hides; any other kind ("plan", "apply", "optimizer") is shown under its name
+    layer        global layer number from 0, "embedding", "head", "mtp", or "" for no layer
     chunk        virtual pipeline chunk of the rank, from 0
     micro_batch  number of the micro-batch in this iteration, from 0
     start        wall-clock seconds after the rank's own step began (`RankRecord.start` puts ranks on one axis)
-    seconds      wall-clock seconds from its start to its end, waiting included
-    busy         device seconds of work in it; a recompute inside a backward pass counts in the recompute alone
+    seconds      wall-clock seconds from start to end, waiting included
+    busy         device seconds of work in it; a recompute inside a backward pass counts only in the recompute
 
-    A pass that runs in parts, in turn with those of another micro-batch, has several.
+    A pass that runs in parts, alternating with parts of another micro-batch, has several spans.
     """
 
     kind: str
@@ -44,16 +44,16 @@ class RankRecord:
     rank              global rank
     stage             its pipeline rank
     node              its node
-    data, tensor, expert, context    its rank in these groups
+    data, tensor, expert, context    its rank in these process groups
     start             wall-clock seconds from the earliest start of the step on any rank to this rank's start
     busy_seconds      device seconds of work in the step
     step_seconds      wall-clock seconds of the step on this rank
-    memory_bytes      the most memory the rank has held
+    memory_bytes      peak memory of the rank
     tokens            tokens it processed
     attention_area    query-key pairs it computed under the causal mask: a whole document of l tokens has l (l + 1) / 2
-    longest_sequence  tokens of the longest document among them
-    spans             what it did; those of one layer in the order of time
-    expert_tokens     layer -> int array [expert], tokens this rank's router sent to each logical expert
+    longest_sequence  tokens of its longest document
+    spans             its timed work; spans of one layer are in the order of time
+    expert_tokens     layer -> int array [expert], tokens that this rank's router sent to each logical expert
     events            lines for the event log from the balancers of this rank, see `balancing.report.event`
     """
 
@@ -78,14 +78,12 @@ class RankRecord:
 
 @dataclass(slots=True)
 class IterationRecord:
-    """One iteration of the whole job: `step_seconds` of wall-clock time and one record for each rank.
+    """One iteration of the whole job: wall-clock seconds of the step, and one record for each rank.
 
-    With several chunks a stage, the schedule, Megatron's options of these names:
-    microbatch_group_size               micro-batches that pass through a chunk before the next one runs; None for one
-                                        chunk a stage
-    overlap_moe_expert_parallel_comm    a forward and a backward run as one
-
-    kinds: of a hybrid model, the kind of each layer by name, in the order of the model.
+    microbatch_group_size               with several chunks a stage, micro-batches that pass through a chunk before the
+                                        next chunk runs; else None
+    overlap_moe_expert_parallel_comm    whether a forward and a backward pass overlap, Megatron-LM's option
+    kinds                               of a hybrid model, the name of each layer's kind, in the order of the model
     """
 
     iteration: int

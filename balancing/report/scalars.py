@@ -1,7 +1,7 @@
-"""The few numbers of an iteration worth a curve in TensorBoard or W&B.
+"""The few numbers of an iteration that are worth a curve in TensorBoard or W&B.
 
-A dashboard with a curve per layer and expert is read by nobody; these say whether something is uneven and of which
-kind. Only the effect of replicas is reported per layer, in a group of its own. The event log has the rest.
+They say whether something is uneven and of which kind. Only the effect of replicas is reported per layer, under a
+prefix of its own. The event log has all other numbers.
 """
 
 from collections.abc import Iterable
@@ -23,26 +23,26 @@ _OF_REPLICAS = {
 
 
 def scalars(observed: IterationRecord | Iterable[dict[str, Any]]) -> dict[str, float]:
-    """Name -> value of one iteration, from its record or from the events `observe` made of it.
+    """Name -> value of one iteration, from its record or from the events that `observe` made of it.
 
-    All are max / mean (1.0 is perfect) but the bubble fraction, the share of rank time that was idle, from 0 to 1. Only
-    what was measured has a name: a dense model has no expert curves.
+    All are max / mean (1.0 is perfect), except the bubble fraction. Only measured values are returned: a dense model
+    has no expert curves.
 
     balance/stage-imbalance        busy time of pipeline stages
     balance/rank-imbalance         busy time of ranks
     balance/layer-imbalance        time of layers, embedding and head left out
-    balance/bubble-fraction
+    balance/bubble-fraction        share of rank time that was idle, from 0 to 1
     balance/token-imbalance        tokens of ranks
     balance/area-imbalance         causal attention area of ranks
-    balance/expert-imbalance       tokens of experts, the worst MoE layer
-    balance/expert-rank-imbalance  tokens of expert-parallel ranks, the worst MoE layer
+    balance/expert-imbalance       tokens of experts, in the worst MoE layer
+    balance/expert-rank-imbalance  tokens of expert-parallel ranks, in the worst MoE layer
 
-    With balanced experts, for each MoE layer as balance-experts/NAME/layer-N, N from 0:
+    With balanced experts, for each MoE layer balance-experts/NAME/layer-N, N from 0:
 
     imbalance-before, imbalance-after  tokens of expert-parallel ranks, without and with replicas
-    replicas                           over all ranks
+    replicas                           number over all ranks
     moved-bytes                        of weights and gradients, sent by all ranks
-    plan-ms, exposed-ms                planning, and waiting for transfers
+    plan-ms, exposed-ms                milliseconds of planning, and of waiting for transfers
     """
     events = observe(observed) if isinstance(observed, IterationRecord) else observed
     values: dict[str, float] = {}

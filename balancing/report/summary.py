@@ -1,9 +1,9 @@
-"""Summary of a run: the slow ranks, the cause, its size, and nothing that a person would not act on.
+"""Summary of a run: the slow ranks, the cause, and its size.
 
-The first iterations are left out of every figure: they pay for compilation, caches and memory pools. So are iterations
-under another layout than the last one (layers moved, ranks left), since a median over two layouts describes neither.
-"Typical" is the median over the iterations counted. Where a balancer was on, figures are of what it made of the loads,
-and what they were without it stands beside them (`balancing.report.gains`).
+Every figure leaves out the first iterations, which pay for compilation, caches and memory pools. It also leaves out
+iterations under another layout than the last one (layers moved, ranks left), since a median over two layouts describes
+neither. "Typical" is the median over the counted iterations. If a balancer was on, figures are those with the balancer,
+and the imbalance without it is given beside them (`balancing.report.gains`).
 """
 
 import math
@@ -21,15 +21,21 @@ __all__ = ["BalancerActions", "LayerCosts", "RankLoad", "SlowLayer", "Summary", 
 
 
 def warm_up(iterations: int) -> int:
-    """How many of the first `iterations` are left out: a tenth, at least 2, but never all of them."""
+    """Number of the first `iterations` that are left out: a tenth, at least 2, but never all of them."""
     return min(max(2, math.ceil(iterations / 10)), max(iterations - 1, 0))
 
 
 @dataclass(frozen=True)
 class Worst:
-    """The one of many that has most: its number (a stage, rank or expert-parallel rank), its value, the mean of all,
-    and `typical`, the median over iterations of max / mean, whoever had most then. `layer` if it is one layer's.
-    `before`: what `typical` would be without the balancer that is on; None if none is."""
+    """The stage, rank or expert-parallel rank that has most of something.
+
+    which: its number.
+    value: its value.
+    mean: mean value of all.
+    typical: median over iterations of max / mean; the largest may be another one in each iteration.
+    layer: the layer, if the values are those of one layer.
+    before: `typical` without the balancer that is on; None if no balancer is on.
+    """
 
     which: int
     value: float
@@ -40,7 +46,7 @@ class Worst:
 
     @property
     def over(self) -> float:
-        """Value over mean, 1.0 where there is no load."""
+        """Value over mean, 1.0 if there is no load."""
         return self.value / self.mean if self.mean > 0 else 1.0
 
 
@@ -62,10 +68,11 @@ class SlowLayer:
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """Typical seconds per micro-batch of every layer in the order of the model, and the stage and chunk it is on.
+    """Typical seconds per micro-batch of every layer, and the stage and chunk it is on. Arrays are [layer].
 
-    kinds: of each, by name; of the model's body "MoE" and "dense", or what a hybrid model has.
-    hybrid: whether it is one.
+    names: in the order of the model; numbers, or names such as "embedding".
+    kinds: of each layer: "MoE" or "dense", in a hybrid model its own names of kinds.
+    hybrid: whether the model is hybrid.
     """
 
     names: list[int | str]
@@ -84,30 +91,34 @@ class LayerCosts:
 
     @property
     def numbered(self) -> np.ndarray:
-        """Which entries are layers of the model's body, not its embedding or head."""
+        """bool [layer], whether the entry is a layer of the model's body, not its embedding or head."""
         return np.array([isinstance(name, int) for name in self.names])
 
     @property
     def kinds_of_layers(self) -> list[str]:
-        """The kinds that layers of the model's body have."""
+        """The kinds of layers in the model's body."""
         return sorted({kind for kind, numbered in zip(self.kinds, self.numbered, strict=True) if numbered})
 
     def of_kind(self, kind: str) -> list[int]:
-        """Which entries are layers of this kind."""
+        """Indices of the entries that are layers of this kind."""
         return [i for i, name in enumerate(self.names) if isinstance(name, int) and self.kinds[i] == kind]
 
     def in_layers(self, name: str) -> float | None:
-        """What "embedding" or "head" costs, counted in median layers; None if it was not measured."""
+        """Cost of "embedding" or "head" over that of the median layer; None if it was not measured."""
         median = np.median(self.total[self.numbered]) if self.numbered.any() else 0.0
         return float(self.total[self.names.index(name)] / median) if name in self.names and median > 0 else None
 
 
 @dataclass(frozen=True)
 class RankLoad:
-    """One figure for each rank, over the iterations counted; arrays are [rank] in the order of `rank`.
+    """Figures of each rank, over the counted iterations; arrays are [rank] in the order of `rank`.
 
-    busy, idle in seconds and tokens, area are medians of a step; memory and longest are the most ever seen, in bytes
-    and tokens. Figures of a kind that was not measured are empty.
+    busy, idle: seconds of a step, medians.
+    tokens, area: tokens and query-key pairs of a step, medians.
+    memory: peak bytes.
+    longest: tokens of the longest document.
+
+    The array of a quantity that was not measured is empty.
     """
 
     rank: np.ndarray
@@ -123,9 +134,12 @@ class RankLoad:
 
 @dataclass
 class BalancerActions:
-    """What a balancer did: how often by action, and its cost over the whole run.
+    """A balancer's actions and their cost over the whole run.
 
-    memory: bytes by their name in events, where they were largest.
+    counts: action -> how often.
+    plan_ms, apply_ms: milliseconds of planning, and of waiting for transfers.
+    moved_bytes: bytes sent.
+    memory: key in events -> largest bytes.
     """
 
     counts: dict[str, int] = field(default_factory=dict)
@@ -137,15 +151,18 @@ class BalancerActions:
 
 @dataclass
 class Summary:
-    """What `summarize` found. A finding is None if nothing of its kind was measured.
+    """The findings of `summarize`. A finding is None if nothing of its kind was measured.
 
-    counted         iterations the figures are of; `skipped` were warm-up, `other_layout` had another layout
-    share_experts   layer -> tokens of each expert over the mean, summed over the iterations counted
-    share_expert_ranks, share_expert_homes    layer -> the same of expert-parallel ranks, as it was and with every
-                    expert at home; the latter has layers with balanced experts alone
+    counted         iterations that the figures are of
+    skipped, other_layout    number of iterations left out as warm-up, and because of another layout
+    share_experts   layer -> [expert], tokens over the mean, over the counted iterations
+    share_expert_ranks    layer -> [expert-parallel rank], tokens over the mean, as they were
+    share_expert_homes    layer -> [expert-parallel rank], tokens over the mean with every expert on its home rank; only
+                    layers with balanced experts
     gains           one for each balancer that was on
-    move            the last time that layers moved, None if they never did
-    dealt           modelled step over that of equal micro-batches, as drawn and as dealt; None if they were not dealt
+    move            the last time that layers moved; None if they never did
+    dealt           modelled seconds of a step over those of a step of equal micro-batches: (as drawn, as run); None if
+                    documents were not distributed over micro-batches
     attention_before, attention_after    [context-parallel rank], attention area of a micro-batch over its mean, from
                     the fullest rank to the emptiest, without and with balancing; None if sequences were not balanced
     """
@@ -211,8 +228,11 @@ def summarize(history: History) -> Summary:
 
 
 def _with_replicas(layers: dict[int, dict[str, Any]], served: dict[int, np.ndarray]) -> dict[int, dict[str, Any]]:
-    """The lines of an iteration with the tokens that ranks `served` in the place of those of their own experts, which
-    become "at_home". Only the first of several expert-parallel groups tells what it served."""
+    """The lines of an iteration with tokens_per_rank as ranks `served` them with replicas.
+
+    The tokens without replicas become "at_home". `served` covers only the first of several expert-parallel groups, so
+    it is scaled to the tokens of all.
+    """
     found = {}
     for layer, line in layers.items():
         home, tokens = line["tokens_per_rank"], served.get(layer, np.zeros(0))
@@ -223,7 +243,7 @@ def _with_replicas(layers: dict[int, dict[str, Any]], served: dict[int, np.ndarr
 
 
 def _compare(summary: Summary) -> None:
-    """Put what the balancers gained beside the findings that they change."""
+    """Set `before` and `typical` of the findings that a balancer changes."""
     for gain in summary.gains:
         name = {"layers": "stage", "sequences": "area"}.get(gain.balancer)
         if name and (finding := getattr(summary, name)) is not None:
@@ -231,7 +251,7 @@ def _compare(summary: Summary) -> None:
 
 
 def _same_layout(history: History, iterations: list[int]) -> list[int]:
-    """The last of `iterations` that all have the layout of the very last one."""
+    """The consecutive iterations at the end of `iterations` that have the layout of the last one."""
 
     def layout(iteration: int) -> Any:
         stage, layer = history.stages.get(iteration), history.layers.get(iteration)
@@ -333,7 +353,7 @@ def _experts(summary: Summary, lines: list[dict[int, dict[str, Any]]]) -> None:
 
 
 def _share(loads: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Mean tokens over iterations divided by their mean, and the mean tokens themselves."""
+    """Mean tokens over iterations: over the mean of all, and as they are."""
     tokens = np.mean(loads, axis=0)
     return tokens / tokens.mean() if tokens.any() else np.ones_like(tokens), tokens
 
@@ -361,7 +381,7 @@ def _step_load(summary: Summary, stages: list[dict[str, Any]], experts: list[dic
 
 
 def _forward_share(layers: LayerCosts | None) -> float:
-    """The forward passes' part of the time of all layers; a third, as backward takes twice as long, if not known."""
+    """Share of forward passes in the time of all layers. If unknown, a third: backward takes twice as long."""
     total = float(layers.total.sum()) if layers else 0.0
     return float(layers.forward.sum()) / total if layers and total > 0 else 1 / 3
 

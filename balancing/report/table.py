@@ -29,8 +29,8 @@ WIDTH = 100
 
 
 def print_summary(summary: Summary, file: TextIO | None = None) -> None:
-    """Print the answers, findings, what perfect balance would give and, last, what balancing gained to `file`
-    (standard output if None)."""
+    """Print the report to `file` (standard output if None): answers, findings, what perfect balance would give, what
+    the balancers did, and what balancing gained."""
     console = Console(file=file, highlight=False, markup=False)
     if not console.is_terminal or console.width > WIDTH:
         console.width = WIDTH

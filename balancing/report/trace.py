@@ -1,12 +1,12 @@
 """The last iterations as a trace for Perfetto or chrome://tracing: DIR/trace.json.
 
-Averages say who is slow; a trace shows when, and who waited for it. Only the last few recorded iterations are kept,
-so that neither memory nor the file grows with the run: `KEEP` iterations, the last one before layers moved between
-stages, to compare with, and at most `MAX_SPANS` spans of all, about 20 MB.
+Only a few iterations are kept, so that neither memory nor the file grows with the run: the last `KEEP` recorded
+iterations, and for comparison the last one before layers moved between stages. All together have at most `MAX_SPANS`
+spans, about 20 MB.
 
 Each rank is a process of the trace, "rank 3 (stage 1)", with a track for the step, one for the stage's calls on
-micro-batches, one for layers and one for anything else. Times are in microseconds, as the format wants them.
-Iterations stand one after the other with no gap; what passed between two recorded ones is not shown.
+micro-batches, one for layers and one for all other spans. Times are in microseconds, as the format requires. Iterations
+follow one another without a gap; time between recorded iterations is not shown.
 """
 
 import json
@@ -25,7 +25,7 @@ __all__ = ["KEEP", "MAX_SPANS", "TraceIteration", "TraceLog", "read_trace", "wri
 
 KEEP = 3
 MAX_SPANS = 100_000
-_MOST_SECONDS = 1e9  # of a span; what is more is damage
+_MOST_SECONDS = 1e9  # of a span; a file with longer spans is damaged
 
 _TRACKS = ("step", "micro-batches", "layers", "other")
 _TRACK_OF = {"forward-step": 1, "backward-step": 1, "forward": 2, "backward": 2, "recompute": 2}
@@ -35,7 +35,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TraceIteration:
-    """One iteration read back from a trace: `spans[rank]` start on the axis of the step, not of the rank."""
+    """One iteration read back from a trace.
+
+    stage: rank -> its pipeline stage.
+    spans: rank -> its spans; their starts are relative to the earliest start of the step on any rank.
+    """
 
     iteration: int
     step_seconds: float
@@ -44,7 +48,7 @@ class TraceIteration:
 
     @property
     def layers(self) -> dict[int, tuple[int, ...]]:
-        """The layers that each stage ran."""
+        """Stage -> the layers that it ran."""
         return _layers((self.stage[rank], spans) for rank, spans in self.spans.items())
 
 
@@ -58,7 +62,8 @@ def _layers(ranks: Iterable[tuple[int, list[Span]]]) -> dict[int, tuple[int, ...
 class TraceLog:
     """Holds the last `KEEP` records of a run and writes them to DIR/trace.json.
 
-    A failure to write, as on a full disk, is logged once; nothing is written after it and training goes on.
+    If writing fails, for example on a full disk, one warning is logged, nothing is written afterwards, and training
+    goes on.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
@@ -69,7 +74,7 @@ class TraceLog:
         self._failed = False
 
     def add(self, record: IterationRecord) -> None:
-        """Remember `record`, and forget the oldest one if there are more than `KEEP`."""
+        """Keep `record`; drop the oldest record if there are more than `KEEP`."""
         layers = _layers((rank.stage, rank.spans) for rank in record.ranks)
         if self._records and layers != self._layers:
             self._before_move = self._records[-1]
@@ -77,9 +82,9 @@ class TraceLog:
         self._records.append(record)
 
     def write(self) -> None:
-        """Replace DIR/trace.json by a trace of the records held. Does nothing if there are none.
+        """Replace DIR/trace.json by a trace of the kept records. Does nothing without records.
 
-        Takes some 10 microseconds a span: call it now and then and at the end, not in every iteration.
+        Takes about 10 microseconds a span: call it now and then and at the end, not in every iteration.
         """
         if self._failed or not self._records:
             return
@@ -95,10 +100,12 @@ class TraceLog:
 
 
 def write_trace(path: str | os.PathLike[str], records: Sequence[IterationRecord]) -> None:
-    """Write `records`, oldest first, to `path`; only the last ones of them if they have more than `MAX_SPANS` spans.
+    """Write `records`, oldest first, to `path`; if they have more than `MAX_SPANS` spans, only the last records.
 
-    Of an iteration that alone has more spans than that, the ranks that fit are kept, lowest first. A reader sees the
-    old file or the new one, never a part of it. Raises ValueError if the file cannot be written.
+    If the last record alone has more spans, only its lowest ranks that fit are written. A reader sees the old file or
+    the new one, never a part of it.
+
+    Raises ValueError if the file cannot be written.
     """
     kept: list[tuple[IterationRecord, list[RankRecord]]] = []
     left = MAX_SPANS

@@ -35,7 +35,7 @@ def ratio(value: float) -> str:
 
 
 def share(value: float) -> str:
-    """24 %, 3.1 %: a share of 1 as a percentage."""
+    """24 %, 3.1 %: a share from 0 to 1 as a percentage."""
     percent = 100 * value
     return f"{percent:.0f} %" if abs(percent) >= 9.95 or abs(percent) < 0.05 else f"{percent:.1f} %"
 

@@ -1,10 +1,10 @@
-"""Forecasts of a job's step without balancing, with each balancer and with all, before a GPU-hour is spent.
+"""Forecasts of a job's step time without balancing, with each balancer and with all, without running the job.
 
-`python -m balancing.whatif` prints them; docs/whatif.md says how far they can be trusted.
+`python -m balancing.whatif` prints the forecasts; docs/whatif.md says how far to trust them.
 
     job         the flags of Megatron-LM that decide how long a step takes
     step        the balanced step, by constants fitted to published runs
-    gains       what each balancer's own planner and cost model make of sampled loads
+    gains       each balancer's own planner and cost model on sampled loads
     forecast    the scenarios, and the verdict
     lengths     lengths of documents of published training sets
     routing     loads of experts of given skew

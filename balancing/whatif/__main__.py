@@ -40,7 +40,7 @@ _ROUTING = "dodoco-mha"
 _MOST = 10**9  # iterations
 _MOST_GPUS = 10**6
 _WIDTH = 100
-_TRAY = 4  # GPUs of a host of a rack
+_TRAY = 4  # GPUs of a host in a rack
 
 
 def _parser() -> Parser:
@@ -91,14 +91,14 @@ def _show(parser: Parser, options: argparse.Namespace, flags: list[str]) -> None
 
 
 def _inputs(options: argparse.Namespace) -> list[Path]:
-    """The files that the forecast is read from, and names that are none."""
+    """The files that the forecast is read from. Names of presets and distributions may be among them."""
     names = [options.cluster, options.lengths, options.routing]
     recorded = [] if options.directory is None else report_files(options.directory)
     return [*recorded, *(Path(name) for name in names if name)]
 
 
 def _forecasts(options: argparse.Namespace, flags: list[str]) -> tuple[str, list[list[Forecast]], list[str]]:
-    """What the forecast is of, the forecasts of each number of GPUs, and notes."""
+    """The title, the forecasts for each number of GPUs, and notes."""
     if (options.directory is not None) == bool(flags):
         raise ValueError("give either DIR or Megatron-LM's flags behind --")
     gpus = _numbers(options.gpus)
@@ -124,8 +124,8 @@ def _forecasts(options: argparse.Namespace, flags: list[str]) -> tuple[str, list
     groups, refused, capacity = [], [], None
     for number in gpus:
         try:
-            # What does not fit one number of GPUs may fit another; what fits none is an error.
-            on = job if job.global_batch_size is not None else job.on(gpus[0])  # which tells the global batch
+            # A job that does not fit one number of GPUs may fit another. It is an error if it fits none.
+            on = job if job.global_batch_size is not None else job.on(gpus[0])  # sets the global batch
             on, cluster = on.on(number), _cluster(options.cluster, number)
         except ValueError as error:
             refused.append(f"Left out: {number:,} GPUs. {error}.")
@@ -168,14 +168,14 @@ def _numbers(text: str | None) -> list[int]:
 
 
 def _cluster(text: str, gpus: int) -> Cluster:
-    """The cluster of a job; hosts of racks have four GPUs."""
+    """The cluster of a job. A host in a rack has four GPUs."""
     rack = text in PRESETS and PRESETS[text]["gpus"] > 8
     per_node = _TRAY if rack else min(8, gpus) if text in PRESETS else None
     return Cluster.from_spec(text, gpus, ranks_per_node=per_node)
 
 
 def _lengths(text: str) -> str | np.ndarray:
-    """The name of a distribution, or the numbers of the first array of a file."""
+    """The name of a distribution, or the first array of a file."""
     if text in DISTRIBUTIONS:
         return text
     if not text.endswith((".npz", ".npy")):

@@ -1,8 +1,8 @@
 """Forecasts: the step of a job without balancing, with each balancer, and with all of them.
 
-A scenario has its own seconds of attention (sequences), of experts (experts) and its own layers on each stage (layers);
-the pipeline's schedule is simulated with what comes out, so gains are not multiplied. A balancer that would not gain is
-left off, as the balancers' gates do, and says why.
+A scenario has its own seconds of attention (sequences), its own seconds of experts (experts) and its own layers on each
+stage (layers). The pipeline's schedule is simulated with these, so gains of balancers are neither added nor multiplied.
+A balancer that would not gain is left off, as its gate does in training, and the forecast says why.
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ __all__ = [
 SCENARIOS = ("none", "layers", "sequences", "experts", "fill", "all")
 _FLAGS = {name: f"--balance-{name}" for name in ("layers", "sequences", "experts")}
 _FLAGS["fill"] = "--fill-with-weight-gradients"
-# Least share of a step to gain for a balancer to be worth its flag: twice what it may cost with nothing to gain.
+# Least gain, as a share of a step, for which a balancer is worth its flag: twice its largest cost without any gain.
 WORTH = 0.02
 
 
@@ -46,14 +46,14 @@ class Forecast:
     """One scenario on one number of GPUs.
 
     gpus: ranks.
-    balancer: of `SCENARIOS`; "fill" are weight gradients in waits of the pipeline.
+    balancer: of `SCENARIOS`; "fill" computes weight gradients while the pipeline waits.
     step_seconds: of one step.
-    bubble: idle part of the pipeline's time, of all stages.
-    layers, sequences, experts: imbalance, max / mean: of pipeline stages, of ranks that share micro-batches in
-        attention, of expert-parallel ranks in tokens; 1.0 where there is one.
+    bubble: idle share of the pipeline's time, over all stages.
+    layers, sequences, experts: imbalance (max / mean) of pipeline stages in time, of ranks that share micro-batches in
+        attention, of expert-parallel ranks in tokens; 1.0 with a single stage or rank.
     memory: bytes of the fullest rank, without buffers of libraries; None if not known.
-    gpu_hours: of the whole training; None where the job does not say how long it trains, or freezes layers meanwhile.
-    off: why the balancer has nothing to do; empty if it has.
+    gpu_hours: of the whole training; None if the job does not say how long it trains, or freezes layers.
+    off: why the balancer is off; empty if it is on.
     """
 
     gpus: int
@@ -81,12 +81,14 @@ def forecast(
 
     job: with its number of GPUs.
     cluster: of as many ranks.
-    lengths: of documents that are masked from each other; None if every sequence is one document.
-    routing: skew of experts.
-    efficiency: of the balanced step.
-    seed: of what is drawn.
+    lengths: of documents that are masked from each other: the name of a distribution, or recorded lengths [document];
+        None if every sequence is one document.
+    routing: skew of experts: a name of `gains.ROUTING`, or recorded loads.
+    efficiency: constants of the balanced step.
+    seed: of the random loads.
 
-    Raises ValueError for unknown distributions, and a schedule that Megatron-LM does not have.
+    Raises ValueError for unknown distributions, a cluster of another size, and a schedule that Megatron-LM does not
+    have.
     """
     if cluster.world_size != job.gpus:
         raise ValueError(f"a cluster of {cluster.world_size} ranks for a job of {job.gpus}")
@@ -114,10 +116,10 @@ def forecast_loads(model: StepModel, experts: ExpertLoads | None, sequences: Seq
 
 
 def shorter(model: StepModel, throughput_floor: float, min_stages: int = 1) -> Repack | None:
-    """The shorter pipeline that a job would be packed into; None if none keeps that part of the balanced pace.
+    """The pipeline of fewer stages that the job would be repacked into; None if none reaches the throughput floor.
 
     model: of the job, with even loads.
-    throughput_floor, min_stages: of --repack-throughput-floor and --repack-min-stages.
+    throughput_floor, min_stages: as --repack-throughput-floor and --repack-min-stages.
     """
     job, cluster = model.job, model.cluster
     costs, count = model.costs(model.works()), job.micro_batches
@@ -152,7 +154,7 @@ def _nothing_to_do(model: StepModel, balancer: str, documents: bool) -> str:
 
 
 def _one_rank_a_micro_batch(job: Job) -> bool:
-    """Whether no rank shares its micro-batches with another, and none are dealt."""
+    """Whether no rank shares its micro-batches with another rank, without --sequence-micro-batches."""
     data = job.data_parallel if job.sequence_domain != "context" else 1
     return job.context_parallel_size * data == 1 and not job.sequence_micro_batches
 
@@ -188,7 +190,7 @@ def _scenario(
         if faster < step:
             step, bubble = faster, idle
     loads = costs.stage_loads(plan)
-    # Micro-batches of unequal length pass through a pipeline at the pace of the longest while it fills.
+    # While the pipeline fills, micro-batches of unequal cost pass through it at the pace of the most expensive one.
     attention = sum(work.attention for work in works) / plan.stages  # of the mean stage
     longest = fill * attention * (plan.stages - 1) / plan.virtual
     step += longest + model.data_parallel_seconds(plan)
@@ -210,7 +212,7 @@ def _scenario(
 
 
 def _deferred_share(job: Job, works: Sequence[LayerWork]) -> float:
-    """Part of the backward seconds of layers that computes weight gradients; attention itself has none."""
+    """Share of the backward seconds of layers that computes weight gradients; the attention kernel has none."""
     forward = sum(work.total - work.backward for work in works)
     attention = sum(work.attention for work in works)
     return weight_share(recomputes=job.recompute_granularity == "full") * (1 - attention / forward)
@@ -223,10 +225,10 @@ def schedule_seconds(
     transfer: float,
     schedule: Schedule = MEGATRONS,
 ) -> tuple[float, float]:
-    """Seconds of the pipeline's schedule and the idle part of all stages' time.
+    """Seconds of the pipeline's schedule, and the idle share of all stages' time.
 
-    The schedule is simulated exactly, up to 4 groups of micro-batches, or 4 micro-batches a stage. From there on each
-    group more adds what it adds between 3 and 4, when the pipeline is full.
+    The schedule is simulated exactly up to 4 groups of micro-batches, or 4 micro-batches a stage. Each further group
+    adds as much as the fourth, since the pipeline is then full.
     """
     stages, group = plan.stages, schedule.group
     unit = stages if plan.virtual == 1 or group is None else group
@@ -244,7 +246,7 @@ def schedule_seconds(
 
 
 def verdict(found: Sequence[Forecast]) -> str:
-    """One sentence for the scenarios of one number of GPUs: what all balancers save, and which of them does."""
+    """One sentence for one number of GPUs: how much balancing saves, and which flags are worth it."""
     none = found[0]
     gains = {each.balancer: 1 - each.step_seconds / none.step_seconds for each in found[1:]}
     best = max(gains, key=lambda name: (round(gains[name], 4), name == "all"))

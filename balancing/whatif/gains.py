@@ -1,8 +1,8 @@
-"""What each balancer would do with a job's loads: its own planner on sampled loads, its own cost model for the result.
+"""Effect of the balancers of experts and sequences on a job's loads, by their own planners and cost models.
 
-Loads are drawn: tokens of experts from a popularity of given skew, which drifts between the step that is planned from
-and the step that is planned for; lengths of documents from a published table. Nothing here is fitted: the ratio of a
-plan's cost to that of no plan is what `balancing.experts` and `balancing.sequences` say of it.
+Loads are drawn. Tokens of experts follow a popularity of given skew, which drifts from the step whose loads are
+measured to the step that uses the plan. Lengths of documents follow a published table. Nothing here is fitted: the
+ratio of a plan's cost to the cost without a plan comes from `balancing.experts` and `balancing.sequences`.
 """
 
 from collections.abc import Sequence
@@ -29,9 +29,9 @@ __all__ = ["ROUTING", "ExpertLoads", "SequenceLoads", "batch_loads", "expert_loa
 
 # Published skews. "rank": the busiest rank over the mean; "gini": the Gini coefficient of the experts' loads.
 # dodoco: arXiv 2605.20982, five checkpoints on real text, by kind of attention. laer: mean of the runs that LAER-MoE
-# (arXiv 2602.11686) published, Mixtral with 16 experts, 4 expert-parallel ranks. ultraep: the ends of UltraEP's range
-# in training and prefill of models of 106 to 671 billion parameters, the lower of which is DeepSeek-V3's training, and
-# the training of GLM4.5-106B and Qwen3-235B.
+# (arXiv 2602.11686) published, Mixtral with 16 experts, 4 expert-parallel ranks. ultraep-low, ultraep-high: the ends of
+# UltraEP's range in training and prefill of models of 106 to 671 billion parameters; the lower end is DeepSeek-V3's
+# training. ultraep-glm, ultraep-qwen3: the training of GLM4.5-106B and Qwen3-235B.
 ROUTING: dict[str, tuple[str, float]] = {
     "even": ("rank", 1.0),
     "dodoco-mha": ("gini", 0.105),
@@ -43,42 +43,46 @@ ROUTING: dict[str, tuple[str, float]] = {
     "ultraep-qwen3": ("rank", 2.86),
     "ultraep-high": ("rank", 4.01),
 }
-# Layers of one model differ: the logarithm of their imbalance, less the even 1, varies by this standard deviation. In
-# the public record of SmartMoE (ATC'23) it is 0.43, 0.36 and 0.31 over 12 layers on 8, 16 and 32 ranks; LAER-MoE's 24
-# layers range from 1.28 to 2.43, which is 0.41. Micro-batches of one step vary by less than 1 % in SmartMoE's record
-# and count as equal.
+# Layers of one model differ: this is the standard deviation of log(imbalance - 1) over layers. In the public record of
+# SmartMoE (ATC'23) it is 0.43, 0.36 and 0.31 over 12 layers on 8, 16 and 32 ranks; LAER-MoE's 24 layers range from 1.28
+# to 2.43, which is 0.41. Micro-batches of one step vary by less than 1 % in SmartMoE's record and count as equal.
 _LAYERS_APART = 0.4
-_MOST_IMBALANCE = 0.9  # of the ranks, which all tokens on one would be
-# Total variation of popularity between consecutive steps, which placements are planned over: LAER-MoE's, 16 experts.
+_MOST_IMBALANCE = 0.9  # bound of imbalance over the number of ranks; all tokens on one rank would be 1
+# Total variation of popularity between consecutive steps, so between planning and use: LAER-MoE's, 16 experts.
 _DRIFT = 0.062
 _SLOTS = 2  # --expert-replica-slots
 _LAYERS = 4  # sampled
 _BATCHES = 4  # of sequences, planned
-_SHARED_BATCHES = 2  # planned of micro-batches that replicas share
-_MOST_RANKS = 256  # of a group that is planned
+_SHARED_BATCHES = 2  # planned, of micro-batches that replicas share
+_MOST_RANKS = 256  # that are planned together
 _AREAS = 1024  # micro-batches whose attention is drawn
 _TRIALS = 8
-_ATTENTION_ACHIEVED = 0.6  # that `balancing.sequences.cost` takes
+_ATTENTION_ACHIEVED = 0.6  # the value in `balancing.sequences.cost`
 
 
 @dataclass(frozen=True)
 class ExpertLoads:
-    """Of each layer with experts, in turn: (forward, backward) seconds of experts and exchanges, without replicas and
-    with them; and the busiest rank over the mean, without and with."""
+    """Seconds and imbalance of experts, without and with replicas.
+
+    seconds: of each MoE layer (used cyclically), (without, with) replicas, (forward, backward) seconds of experts and
+        their all-to-alls.
+    imbalance: tokens of the busiest rank over the mean, (without, with) replicas.
+    memory: bytes of replicas on a rank.
+    """
 
     seconds: tuple[tuple[tuple[float, float], tuple[float, float]], ...]
     imbalance: tuple[float, float]
-    memory: float  # bytes of replicas on a rank
+    memory: float
 
 
 @dataclass(frozen=True)
 class SequenceLoads:
-    """Attention of the micro-batches, each without and with the balancer.
+    """Attention of the micro-batches, each field but the last (without, with) the balancer.
 
-    slowest: query-key pairs on one rank, of the mean micro-batch of the slowest replica.
-    fullest: pairs on one rank, of the largest micro-batch of that replica.
-    factor: attention with its exchange over the same pairs computed alone and evenly.
-    imbalance: fullest over the mean of the ranks that share micro-batches.
+    slowest: query-key pairs on one rank, in the mean micro-batch of the slowest replica.
+    fullest: query-key pairs on one rank, in the largest micro-batch of that replica.
+    factor: time of attention with its exchange over the time of the same pairs spread evenly, without exchange.
+    imbalance: pairs of the fullest rank over the mean of the ranks that share micro-batches.
     domain: which ranks share micro-batches with the balancer, "context" or "data" (--sequence-domain).
     """
 
@@ -90,7 +94,7 @@ class SequenceLoads:
 
     @classmethod
     def of(cls, alone: "_Spread", spread: "_Spread", domain: str) -> "SequenceLoads":
-        """From micro-batches as Megatron-LM would run them, and as the balancer does."""
+        """From micro-batches as Megatron-LM runs them (`alone`), and with the balancer (`spread`)."""
         slowest, fullest, factor, imbalance = zip(alone, spread, strict=True)
         return cls(slowest, fullest, factor, imbalance, domain)
 
@@ -105,15 +109,17 @@ class _Spread(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Of the attention of the slowest replica, in the unit of pairs."""
+        """Time of attention of the slowest replica, in units of one query-key pair."""
         return self.slowest * self.factor
 
 
 def expert_loads(model: StepModel, routing: str | LoadTrace, generator: np.random.Generator) -> ExpertLoads:
-    """Loads of the experts of a job under a routing distribution, a name of `ROUTING` or recorded loads.
+    """Loads of the experts of a job.
 
-    Raises ValueError for an unknown name, a skew that this number of ranks cannot have, and a trace of another number
-    of experts.
+    routing: a name of `ROUTING`, or recorded loads.
+
+    Raises ValueError for an unknown name, a skew that this number of ranks cannot have, a trace of one record, and a
+    trace with another number of experts.
     """
     job, cluster = model.job, model.expert_cluster()
     ranks, experts = job.expert_model_parallel_size, job.num_experts or 0
@@ -147,10 +153,10 @@ def expert_loads(model: StepModel, routing: str | LoadTrace, generator: np.rando
             compute = model.expert_compute() * busiest + extra
             found.append((compute + 2 * exchange, 2 * compute + 2 * exchange))
             imbalances.append(float(busiest))
-        # The gate leaves a layer without replicas that would not gain.
+        # The balancer's gate makes no replicas in a layer that would not gain.
         seconds.append((found[0], min(found, key=sum)))
     memory = _SLOTS * shape.parameters / job.expert_tensor * (2 * 2 + 4)  # two sets of weights, one of gradients
-    if not isinstance(routing, LoadTrace):  # any layer of the model may be any of these, so stages differ, too
+    if not isinstance(routing, LoadTrace):  # random order of the sampled layers, so stages differ, too
         order = generator.permutation(np.resize(np.arange(len(seconds)), int(job.is_moe.sum())))
         seconds = [seconds[at] for at in order]
     return ExpertLoads(tuple(seconds), (float(np.mean(before)), float(np.mean(after))), memory)
@@ -159,7 +165,7 @@ def expert_loads(model: StepModel, routing: str | LoadTrace, generator: np.rando
 def _loads(
     model: StepModel, routing: str | LoadTrace, per_rank: int, generator: np.random.Generator
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Pairs of loads int [source_rank, expert], of a step and of the one after it, one for each sampled layer."""
+    """For each sampled layer the loads [source_rank, expert] of a step and of the step after it."""
     ranks, experts = model.job.expert_model_parallel_size, model.job.num_experts or 0
     if isinstance(routing, LoadTrace):
         counts = routing.on_ranks(ranks)
@@ -167,8 +173,8 @@ def _loads(
             raise ValueError("one record tells nothing of the next; the trace needs at least two")
         pick = np.unique(np.linspace(0, counts.shape[2] - 1, _LAYERS).astype(int))
         at = len(counts) // 2
-        # The record may have other numbers of tokens than the job. Placements are made for the mean micro-batch of a
-        # step, which then serves all micro-batches of the next.
+        # The record may have other numbers of tokens than the job. A placement is made for the mean micro-batch of a
+        # step and used for all micro-batches of the next step.
         scaled = per_rank / max(1.0, float(counts[at - 1 : at + 1].sum(-1).mean()))
         return [
             (counts[at - 1, :, layer].mean(1) * scaled, np.rint(counts[at, :, layer, 0] * scaled).astype(np.int64))
@@ -186,7 +192,7 @@ def _loads(
         else:
             most = max(value, _MOST_IMBALANCE * ranks)
             popularity = zipf_popularity(experts, ranks, min(1 + (value - 1) * each, most), generator)
-        # The load has the skew that was published; the step before was as far from it as the next will be.
+        # The current load has the published skew; the load of the step before differs by the drift.
         past = drifted(popularity, _DRIFT, generator)
         found.append(
             (sampled_load(past, ranks, per_rank, generator), sampled_load(popularity, ranks, per_rank, generator))
@@ -197,13 +203,14 @@ def _loads(
 def sequence_loads(
     model: StepModel, lengths: str | Sequence[int] | np.ndarray, generator: np.random.Generator
 ) -> SequenceLoads:
-    """Attention of a job whose sequences are packed with documents, each of which sees itself alone.
+    """Attention of a job whose sequences are packed with documents that do not see each other.
 
     lengths: the name of a distribution of `balancing.whatif.lengths`, or recorded lengths.
 
-    Replicas of an expert-parallel group wait for each other in every MoE layer, so the micro-batches of such a group
-    cost what its largest does. A replica's step is the sum of its micro-batches, and the step that of the slowest.
-    Replicas that share micro-batches have the mean of theirs. Micro-batches that are dealt count as equal.
+    Replicas of an expert-parallel group wait for each other in every MoE layer, so a micro-batch of the group costs as
+    much as the largest one of its replicas. A replica's time is the sum over its micro-batches, and the step takes the
+    time of the slowest replica. Replicas that share micro-batches each have the mean. With --sequence-micro-batches all
+    micro-batches count as equal.
     """
     job, ranks = model.job, model.job.context_parallel_size
 
@@ -256,7 +263,7 @@ def sequence_loads(
 
 
 def batch_loads(model: StepModel, batches: Sequence[tuple[int, ...]]) -> SequenceLoads:
-    """Attention of known micro-batches, lengths of documents each, that all replicas have alike."""
+    """Attention of known micro-batches, the same on all replicas. batches: lengths of the documents of each."""
     ranks = model.job.context_parallel_size
     areas = np.array([causal_area(lengths) for lengths in batches]) / ranks
     ring, balanced = (
@@ -267,10 +274,10 @@ def batch_loads(model: StepModel, batches: Sequence[tuple[int, ...]]) -> Sequenc
 
 
 def _planned(model: StepModel, batches: Sequence[tuple[int, ...]], ranks: int, method: str) -> tuple[float, float]:
-    """Attention with its exchange over attention alone, and the fullest of `ranks` ranks over the mean.
+    """Time of attention with its exchange over attention alone, and pairs of the fullest rank over the mean.
 
-    method: "chunks", or "ring", which is that of other systems: each rank sends through its own NIC, and gradients of
-        keys in bf16.
+    ranks: that share a micro-batch.
+    method: "chunks", or "ring" as in other systems: each rank sends through its own NIC, gradients of keys in bf16.
     """
     job = model.job
     shape = AttentionShape(
@@ -294,6 +301,6 @@ def _planned(model: StepModel, batches: Sequence[tuple[int, ...]], ranks: int, m
 
 
 def _alone(area: np.ndarray, cluster: Cluster, shape: AttentionShape) -> float:
-    """Seconds of forward and backward of the mean rank's pairs, without tiles, launches and exchange."""
+    """Forward and backward seconds of the mean rank's query-key pairs, without tiles, launches and exchange."""
     pairs = 2.0 * shape.heads * (shape.head_size + shape.value_size)
     return float(area.mean()) * pairs * 3.5 / (cluster.flops * _ATTENTION_ACHIEVED)

@@ -1,8 +1,7 @@
-"""A training job as a forecast sees it: the flags of Megatron-LM that decide how long a step takes.
+"""A training job for a forecast: the flags of Megatron-LM that decide how long a step takes.
 
-The flags are read without Megatron-LM, by one table with its names and defaults, so that a laptop can forecast a job of
-a cluster. All other flags are accepted and have no effect; those that make a model that the forecast does not know are
-refused.
+The flags are read without Megatron-LM, by one table with its names and defaults. All other flags are accepted and have
+no effect. Flags of models that the forecast does not know are refused.
 """
 
 import argparse
@@ -24,7 +23,7 @@ __all__ = ["Job", "has_attention", "read_flags", "read_recipe_flags"]
 
 # Flags of models that are not a stack of layers with full attention and an MLP or experts.
 _UNKNOWN_MODELS = ("spec", "experimental_attention_variant", "window_size")
-# What is taken where a job leaves the size to its tokenizer: that of Llama 3.
+# Size of the vocabulary if a job leaves it to its tokenizer: that of Llama 3.
 _VOCABULARY = 128256
 # Names in files of Megatron-LM's arguments that differ from those of flags.
 _OTHER_NAMES = {"fp8": "fp8_format"}
@@ -32,13 +31,13 @@ _OTHER_NAMES = {"fp8": "fp8_format"}
 
 @dataclass(frozen=True)
 class Job:
-    """A job. Fields are Megatron-LM's flags with its defaults, but `gpus` and the last three, which are this project's.
+    """A job. Fields are Megatron-LM's flags with its defaults, except `gpus` and the last three.
 
-    gpus: ranks of the job.
-    freeze_layers: the step is that in which all these layers are frozen.
-    sequence_domain, sequence_micro_batches: of the forecast with balanced sequences.
+    gpus: ranks of the job; 0 if not known yet.
+    freeze_layers: number of frozen layers; the forecast step is one in which all of them are frozen.
+    sequence_domain, sequence_micro_batches: flags of balanced sequences.
 
-    Raises ValueError, in one line, for sizes that Megatron-LM would refuse, too: ranks that the parallel sizes do not
+    Raises ValueError, in one line, for sizes that Megatron-LM would refuse: ranks that the parallel sizes do not
     divide, a global batch that micro-batches do not divide, layers that do not divide into chunks.
     """
 
@@ -158,7 +157,7 @@ class Job:
             )
 
     def on(self, gpus: int) -> "Job":
-        """The same job on another number of GPUs: data parallelism changes, the global batch does not."""
+        """The same job on another number of GPUs. Data parallelism changes, the global batch does not."""
         return replace(self, gpus=gpus, global_batch_size=self.batch if self.gpus else self.global_batch_size)
 
     @property
@@ -169,17 +168,17 @@ class Job:
 
     @property
     def batch(self) -> int:
-        """Samples of a step; one micro-batch for each data-parallel rank unless given, as in Megatron-LM."""
+        """Samples of a step; by default one micro-batch for each data-parallel rank, as in Megatron-LM."""
         return self.global_batch_size or self.micro_batch_size * self.data_parallel
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of a step and data-parallel rank."""
+        """Micro-batches of a step on each data-parallel rank."""
         return self.batch // (self.micro_batch_size * self.data_parallel)
 
     @property
     def iterations(self) -> int | None:
-        """Steps of the training; None where neither iterations nor samples are given."""
+        """Steps of the training; None if neither iterations nor samples are given."""
         if self.train_iters is not None:
             return self.train_iters
         return None if self.train_samples is None else math.ceil(self.train_samples / self.batch)
@@ -203,7 +202,7 @@ class Job:
 
     @property
     def expert_tensor(self) -> int:
-        """Expert-tensor-parallel size; that of tensor parallelism unless given."""
+        """Expert-tensor-parallel size; by default that of tensor parallelism."""
         return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
 
     @property
@@ -248,7 +247,7 @@ class Job:
 
     @property
     def pattern(self) -> Pattern | None:
-        """Of a hybrid model."""
+        """The pattern of a hybrid model; None for other models."""
         return None if self.hybrid_layer_pattern is None else read_pattern(self.hybrid_layer_pattern)
 
     @property
@@ -258,7 +257,7 @@ class Job:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """[layer]: symbols of `balancing.layers.pattern` for what each layer has, "*-" for attention and an MLP."""
+        """[layer]: symbols of `balancing.layers.pattern` for the parts of each layer; "*-" is attention and an MLP."""
         if self.pattern is not None:
             return tuple(self.pattern.symbols)
         return tuple("*E" if moe else "*-" for moe in self.is_moe)
@@ -296,7 +295,7 @@ class Job:
 
     @property
     def schedule(self) -> Schedule:
-        """Of a pipeline with several chunks a stage."""
+        """The schedule of a pipeline with several chunks a stage."""
         return Schedule(
             group=self.microbatch_group_size_per_virtual_pipeline_stage, in_parts=self.overlap_moe_expert_parallel_comm
         )
@@ -354,14 +353,14 @@ _TEXTS = (
 
 
 class _Flags(argparse.ArgumentParser):
-    """Raises ValueError instead of an exit."""
+    """Raises ValueError instead of exiting."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
 
 
 def flag_table() -> _Flags:
-    """The flags that a forecast reads, as a parser of argparse; test_job compares it with Megatron-LM's."""
+    """A parser of the flags that a forecast reads. A test compares it with Megatron-LM's parser."""
     parser = _Flags(allow_abbrev=False, add_help=False)
     for each in fields(Job):
         if each.name == "gpus":
@@ -383,10 +382,10 @@ _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "
 
 
 def read_flags(arguments: Sequence[str]) -> Job:
-    """The job of a command line of pretrain_gpt.py, still without its number of GPUs.
+    """The job of a command line of pretrain_gpt.py, without its number of GPUs.
 
-    Raises ValueError, in one line, for a flag that is missing or has a value of the wrong kind, and for models that the
-    forecast does not know.
+    Raises ValueError, in one line, for a missing flag, a value of the wrong kind, and models that the forecast does not
+    know.
     """
     options, _ = flag_table().parse_known_args(list(arguments))
     values = vars(options)
@@ -405,7 +404,7 @@ def read_flags(arguments: Sequence[str]) -> Job:
 
 
 def read_recipe_flags(flags: Mapping[str, Any]) -> Job:
-    """The job of a recipe's flags, name with underscores -> value, as Megatron-LM's recipe files have them."""
+    """The job of a recipe file of Megatron-LM. flags: name with underscores -> value."""
     arguments: list[str] = []
     for name, value in flags.items():
         if value is None or value is False:

@@ -1,8 +1,8 @@
-"""Batches of documents as long as those of published training sets, for benchmarks and tests.
+"""Batches of documents with the lengths of published training sets.
 
-Lengths are drawn from tables: percentiles, where those were published, or bins. Between two points of a table the
-logarithm of the length is uniform. A batch is filled as Megatron-LM's GPT dataset fills a sequence: document after
-document, the last one cut where the batch ends.
+Lengths are drawn from tables of published percentiles or bins. Between two points of a table the logarithm of the
+length is uniform. A batch is filled as Megatron-LM's GPT dataset fills a sequence: document after document, the last
+one cut where the batch ends.
 """
 
 import math
@@ -13,9 +13,10 @@ import numpy as np
 __all__ = ["DISTRIBUTIONS", "draw_batch", "draw_lengths"]
 
 # (percentile, tokens). prolong and pretrain: two sets of DistCA (arXiv 2510.18121), of 77,932 and 99,519 documents.
-# packed: the training set of MagiAttention's benchmarks (13.5 million documents). wikipedia: a sample of FlexSP's
-# (arXiv 2412.01523); its ends are not published. web: what ByteScale (arXiv 2502.21231) says of a production set, 80 %
-# of documents up to 4k tokens, 1 % from 128k tokens with 44 % of all tokens, 0.05 % from 2M.
+# packed: the training set of MagiAttention's benchmarks (13.5 million documents). wikipedia: FlexSP's sample
+# (arXiv 2412.01523); its shortest and longest lengths are not published. web: a production set as ByteScale
+# (arXiv 2502.21231) describes it: 80 % of documents up to 4k tokens, 1 % from 128k tokens with 44 % of all tokens,
+# 0.05 % from 2M.
 _PERCENTILES: dict[str, tuple[tuple[float, float], ...]] = {
     "prolong": (
         (0, 575), (1, 678), (5, 801), (10, 919), (25, 1237), (50, 1914), (75, 3467), (90, 6051), (95, 8379),
@@ -32,16 +33,16 @@ _PERCENTILES: dict[str, tuple[tuple[float, float], ...]] = {
     "wikipedia": ((0, 16), (50, 347), (90, 2112), (99, 10921), (99.9, 37367), (100, 131072)),
     "web": ((0, 128), (80, 4096), (99, 131072), (99.95, 2097152), (100, 4194304)),
 }  # fmt: skip
-# ProLong's training mix: 60 % of tokens in books and repositories of exactly 64k tokens, the rest short.
+# mix: ProLong's training mix, 60 % of tokens in books and repositories of exactly 64k tokens, the rest short.
 _MIX_LONG, _MIX_LONG_TOKENS = 65536, 0.6
-# The lengths that Megatron-LM's own benchmarks of hybrid context parallelism draw: a log-normal of this mean.
+# lognormal: the lengths of Megatron-LM's own benchmarks of hybrid context parallelism, a log-normal of this mean.
 _LOGNORMAL_MEAN, _LOGNORMAL_SIGMA, _LOGNORMAL_BOUNDS = 1024, 1.5, (128, 8192)
 
 DISTRIBUTIONS = (*_PERCENTILES, "mix", "lognormal")
 
 
 def draw_lengths(distribution: str, documents: int, generator: np.random.Generator) -> np.ndarray:
-    """int64 [document]: tokens of so many documents. Raises ValueError for a distribution that is not known."""
+    """int64 [document]: tokens of `documents` documents. Raises ValueError for an unknown distribution."""
     if distribution == "mix":
         short = draw_lengths("wikipedia", documents, generator)
         mean = float(np.mean(draw_lengths("wikipedia", 20000, np.random.default_rng(0))))
@@ -63,8 +64,9 @@ def draw_batch(
 ) -> tuple[int, ...]:
     """Lengths of the documents of one batch of exactly `tokens` tokens.
 
-    source: the name of a distribution, or recorded lengths to draw from. Raises ValueError for an unknown name, for no
-    lengths or lengths below 1, and for tokens below 1.
+    source: the name of a distribution, or recorded lengths to draw from.
+
+    Raises ValueError for an unknown name, for no lengths or lengths below 1, and for tokens below 1.
     """
     if tokens < 1:
         raise ValueError(f"tokens={tokens} must be at least 1")
@@ -76,7 +78,7 @@ def draw_batch(
     while missing > 0:
         drawn = draw_lengths(source, 256, generator) if isinstance(source, str) else generator.choice(recorded, 256)
         ends = np.cumsum(drawn)
-        whole = int(np.searchsorted(ends, missing))  # the document in which the batch ends, 256 for none of these
+        whole = int(np.searchsorted(ends, missing))  # index of the document in which the batch ends; 256 if none
         lengths += drawn[:whole].tolist()
         missing -= int(ends[whole - 1]) if whole else 0
         if whole < len(drawn):

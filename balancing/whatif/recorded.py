@@ -1,9 +1,10 @@
-"""Forecasts from a recorded run, the directory of --balance-report: what it would have taken with each balancer.
+"""Forecasts from a recorded run (--balance-report): its step time with each balancer, and on other numbers of GPUs.
 
-Layers are planned from their measured seconds and simulated in the run's own schedule. What even sequences and even
-experts would save is the estimate of `balancing.report`; of experts, the part of it that replicas planned from one
-recorded step and used in the next would reach. What a step holds besides its schedule is taken to stay. On other
-numbers of GPUs the global batch stays and each rank has more or fewer micro-batches.
+- Layers are planned from their measured seconds and simulated in the run's own schedule.
+- The gain of even sequences and of even experts is the estimate of `balancing.report`. For experts it is reduced to the
+  share that replicas would reach if they were planned from one recorded step and used in the next.
+- The time of a step outside the schedule is assumed not to change.
+- On other numbers of GPUs the global batch stays, and each rank has more or fewer micro-batches.
 """
 
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from balancing.whatif.forecast import SCENARIOS, Forecast, schedule_seconds
 
 __all__ = ["forecast_recorded"]
 
-_RECORDS = 8  # of experts, replayed
+_RECORDS = 8  # recorded steps of experts that are replayed
 _SLOTS = 2
 _ANY = Cluster(1, 1, 1, 1.0, 1.0, 1.0, 1.0)
 
@@ -31,11 +32,12 @@ def forecast_recorded(
 ) -> tuple[list[list[Forecast]], list[str]]:
     """Forecasts for each number of GPUs, and notes.
 
-    history: what `balancing.report.read_history` read.
-    gpus: numbers of ranks; those of the run by default.
+    history: from `balancing.report.read_history`.
+    gpus: numbers of ranks; the run's own number by default.
     iterations: of the whole training, for GPU-hours.
 
-    Raises ValueError for a directory without timed layers, and for numbers that the batch does not divide by.
+    Raises ValueError for a run without timed layers, and for numbers of GPUs that do not go with the run's stages and
+    micro-batches.
     """
     run = read_run(history)
     summary = summarize(history)
@@ -60,7 +62,7 @@ def forecast_recorded(
 
 
 def _experts(history: History) -> tuple[float, float]:
-    """Busiest expert-parallel rank over the mean, without and with replicas; 1 for a model without experts."""
+    """Tokens of the busiest expert-parallel rank over the mean, (without, with) replicas; 1 without experts."""
     if not history.experts:
         return 1.0, 1.0
     trace = read_reported_loads(history)

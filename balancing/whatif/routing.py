@@ -1,8 +1,9 @@
-"""Synthetic loads of known imbalance and drift, for tests and benchmarks without a recorded run.
+"""Synthetic loads of experts with known imbalance and drift.
 
-The popularity of experts follows a power law (Zipf) in random order. Its exponent is chosen such that the busiest rank
-has a given multiple of the mean load, which determines the step time of expert parallelism. Drift multiplies each
-expert's popularity by a random factor such that a given part of all tokens changes experts (total variation).
+The popularity of experts follows a power law (Zipf) in random order. The exponent is chosen such that the busiest rank
+has a given multiple of the mean load, which determines the step time of expert parallelism, or for a given Gini
+coefficient. Drift multiplies each expert's popularity by a random factor such that a given share of all tokens changes
+experts (total variation).
 """
 
 import numpy as np
@@ -38,9 +39,9 @@ def zipf_popularity(experts: int, ranks: int, rank_imbalance: float, rng: np.ran
 
 
 def drifted(popularity: np.ndarray, variation: float, rng: np.random.Generator) -> np.ndarray:
-    """Another popularity [expert] at a total variation of `variation` from this one, at least 0 and below 1.
+    """Another popularity [expert] at a total variation of `variation` from this one.
 
-    Raises ValueError for another variation.
+    Raises ValueError for a variation below 0, not below 1, or out of reach from this popularity.
     """
     if not 0 <= variation < 1:
         raise ValueError(f"variation={variation} must be at least 0 and below 1")
@@ -66,11 +67,11 @@ def drifted(popularity: np.ndarray, variation: float, rng: np.random.Generator) 
 
 
 def sampled_load(popularity: np.ndarray, ranks: int, tokens_per_rank: int, rng: np.random.Generator) -> np.ndarray:
-    """Draw the tokens of each rank: int64 [source_rank, expert], rows with the sum `tokens_per_rank`.
+    """Draw the tokens of each rank: int64 [source_rank, expert]; each row has the sum `tokens_per_rank`.
 
     popularity: float [expert], sum 1.
     ranks: number of source ranks.
-    tokens_per_rank: tokens x top-k of each.
+    tokens_per_rank: tokens x top-k of each rank.
     rng: source of randomness.
     """
     return rng.multinomial(tokens_per_rank, popularity, size=ranks)
@@ -79,7 +80,7 @@ def sampled_load(popularity: np.ndarray, ranks: int, tokens_per_rank: int, rng: 
 def gini_popularity(experts: int, gini: float, rng: np.random.Generator) -> np.ndarray:
     """Popularity, float [expert] with sum 1, of a given Gini coefficient, by a power law in random order.
 
-    Raises ValueError for a coefficient below 0, or not below 1 - 1 / experts.
+    Raises ValueError for a coefficient below 0 or not below 1 - 1 / experts.
     """
     if not 0 <= gini < 1 - 1 / experts:
         raise ValueError(f"gini={gini} must be at least 0 and less than {1 - 1 / experts:.3f} for {experts} experts")

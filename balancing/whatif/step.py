@@ -1,14 +1,16 @@
-"""The balanced step of a job: seconds and bytes of its parts, from sizes, by constants fitted to published runs.
+"""The balanced step of a job: seconds and bytes of its parts, from the model's sizes and constants fitted to published
+runs.
 
-Arithmetic is counted from the model's shapes: matrix products of attention projections, MLPs, experts and the head;
-attention by query-key pairs; everything else by bytes of memory that it reads and writes. Communication is counted in
-bytes and takes as long as its busiest link (`balancing.cluster.Cluster`). What counts do not tell, how far kernels stay
-below the speed of large matrix products and how much communication stays exposed, is `Efficiency`: one number for each
-kind of work, the same for all GPUs, fitted to runs that others published (`python -m benchmarks.whatif`). The documents
-and every forecast state the error.
+- Arithmetic is counted from the model's shapes: matrix products of attention projections, MLPs, experts and the head;
+  attention by query-key pairs; everything else by bytes of memory read and written.
+- Communication is counted in bytes and takes as long as its busiest link (`balancing.cluster.Cluster`).
+- `Efficiency` says how far kernels stay below the speed of large matrix products, and how much communication stays
+  exposed: one number for each kind of work, the same for all GPUs, fitted to published runs
+  (`python -m benchmarks.whatif`). docs/whatif.md and every forecast state the error.
 
-Not modelled: congestion of networks, optimizers and activations kept on the host, CUDA graphs, recomputation of single
-modules but attention. The host and the launches of kernels are two constants; jobs of many small kernels are slower.
+Not modelled: congestion of networks, optimizers and activations kept on the host, CUDA graphs, the time to recompute
+single modules other than attention and experts. The host and the launches of kernels are two constants; jobs of many
+small kernels are slower than forecast.
 """
 
 from collections.abc import Sequence
@@ -27,37 +29,38 @@ from balancing.whatif.job import Job, has_attention
 __all__ = ["FITTED", "FITTED_ERROR", "Efficiency", "LayerWork", "StepModel"]
 
 _BYTES = 2  # of bf16
-# FLOP/s of large matrix products over bytes/s of device memory, which `Cluster` does not know: 225 on B200, 236 on
-# H100, 250 on GB300; 125 on A100 and A800, whose products reach less than 400 TFLOP/s.
+# `Cluster` has no speed of device memory. It is computed from FLOP/s of large matrix products over bytes/s of memory:
+# 225 on B200, 236 on H100, 250 on GB300; 125 on A100 and A800, whose products reach less than 400 TFLOP/s.
 _FLOPS_OF_A_BYTE, _AMPERE_FLOPS_OF_A_BYTE, _AMPERE_FLOPS = 230.0, 125.0, 400e12
 _ATTENTION_BACKWARD = 2.5  # over forward, of flash attention; linear layers take 2
-# Bytes of device memory, over those of an activation of width hidden, that norms, residuals, rotary embedding and
-# dropout of a layer read and write forward; over those of an MLP's second input, that its activation does. Copies of
-# tokens are written before they are sent and read when they are back; a rank sorts those that it receives by expert,
-# and back, and each time reads and writes them.
+# Times that device memory is read or written. _HIDDEN_TRIPS: by norms, residuals, rotary embedding and dropout of a
+# layer, forward, over the bytes of an activation of width hidden. _FFN_TRIPS: by an MLP's activation function, over the
+# bytes of the input of its second product. _SENT_TRIPS: copies of tokens are written before they are sent and read when
+# they are back. _SORT_TRIPS: received tokens are sorted by expert and back, and read and written each time.
+# _LOGIT_TRIPS: by the loss, over the bytes of the logits.
 _HIDDEN_TRIPS, _FFN_TRIPS, _SENT_TRIPS, _SORT_TRIPS, _LOGIT_TRIPS = 14.0, 4.0, 2.0, 4.0, 6.0
-# Of a Mamba layer: times that its values, and keys and queries of its groups, are read or written by the convolution,
-# the recurrence and the gated norm; tokens of a chunk of the recurrence.
+# Of a Mamba layer: times that its values (_INNER_TRIPS) and the keys and queries of its groups (_STATE_TRIPS) are read
+# or written by the convolution, the recurrence and the gated norm; tokens of a chunk of the recurrence.
 _INNER_TRIPS, _STATE_TRIPS, _SCAN_CHUNK = 7.0, 3.0, 128
-_SCORE_TRIPS = 4.0  # of scores of attention that is not flash attention: its dropout, softmax, mask and two products
+_SCORE_TRIPS = 4.0  # times that scores are read or written without flash attention: dropout, softmax, mask, products
 _OPTIMIZER_BYTES = 28.0  # that Adam reads and writes for a parameter: master, two moments, gradient, bf16 weight
 _GRADIENT_BYTES = 12.0  # of a weight and its float32 gradient that a micro-batch reads and writes
 
 
 @dataclass(frozen=True)
 class Efficiency:
-    """What published runs tell and counts do not.
+    """Constants fitted to published runs.
 
-    linear, attention, experts, memory: achieved over the speed of the cluster, of matrix products, of attention, of
-        experts' grouped products, of work that is bound by memory.
-    fp8: times that matrix products are faster in FP8.
-    tensor_exposed, expert_exposed, data_exposed: seconds of communication that stay exposed over those that the bytes
-        take, of tensor, expert and data parallelism. Above 1 where links stay below their speed.
-    overlapped: these shares where a job overlaps that communication, over the same without.
-    layer_seconds: of a layer and micro-batch, forward and backward, whatever its size.
-    host_seconds: least of a layer with experts and micro-batch, whose many kernels the host starts.
-    ampere: times that an A100 reaches more of its speed than later GPUs in `linear`. All rows of A100 are dense models;
-        experts so much faster would pass the data sheet.
+    linear, attention, experts, memory: achieved speed over the speed of the cluster: of matrix products, of attention,
+        of experts' grouped products, of work that is bound by memory.
+    fp8: how many times faster matrix products are in FP8.
+    tensor_exposed, expert_exposed, data_exposed: exposed seconds of communication over the seconds that its bytes take,
+        for tensor, expert and data parallelism. Above 1 where links stay below their speed.
+    overlapped: exposed communication of a job that overlaps it, over that of a job that does not.
+    layer_seconds: seconds of a layer and micro-batch, forward and backward, in addition to its work.
+    host_seconds: least seconds of an MoE layer and micro-batch, since the host starts many kernels.
+    ampere: how many times more of its speed an A100 reaches in `linear` than later GPUs. It is not applied to experts:
+        all published A100 runs are dense models, and with this factor experts would exceed the data sheet.
     """
 
     linear: float
@@ -88,7 +91,7 @@ FITTED = Efficiency(
     host_seconds=9.4e-3,
     ampere=1.8,
 )
-# What python -m benchmarks.whatif prints for them.
+# The error that python -m benchmarks.whatif prints for these constants.
 FITTED_ERROR = (
     "on 71 published steps it is off by 8 % in the median and by 51 % at worst, on such left out of the fit by 9 % and "
     "52 %"
@@ -97,12 +100,13 @@ FITTED_ERROR = (
 
 @dataclass(frozen=True)
 class LayerWork:
-    """Seconds of one layer for one micro-batch on one rank, forward; backward takes `backward` seconds.
+    """Seconds of one layer for one micro-batch on one rank.
 
-    attention: of the attention kernel alone.
-    experts: of experts' matrix products and activation, of sorting their tokens, and of the exchanges: all that grows
-        with the tokens of the busiest rank.
-    rest: of everything else.
+    attention: forward, of the attention kernel alone.
+    experts: forward, of all work that grows with the tokens of the busiest rank: experts' matrix products and
+        activation, sorting of tokens, and the all-to-alls.
+    rest: forward, of everything else.
+    backward: of the whole layer.
     """
 
     attention: float
@@ -121,7 +125,7 @@ class StepModel:
 
     job: with its number of GPUs.
     cluster: of as many ranks.
-    efficiency: by default what was fitted to published runs.
+    efficiency: constants; by default those fitted to published runs.
     """
 
     def __init__(self, job: Job, cluster: Cluster, efficiency: Efficiency = FITTED):
@@ -133,13 +137,13 @@ class StepModel:
         of_a_byte = _FLOPS_OF_A_BYTE if cluster.flops > _AMPERE_FLOPS else _AMPERE_FLOPS_OF_A_BYTE
         self._memory = cluster.flops / of_a_byte * efficiency.memory
         self.tensor = job.tensor_model_parallel_size
-        self._shards = self.tensor if job.sequence_parallel else 1  # of what is between matrix products
+        self._shards = self.tensor if job.sequence_parallel else 1  # of activations between matrix products
 
     # Parameters.
 
     @property
     def attention_parameters(self) -> int:
-        """Of one layer's projections."""
+        """Parameters of one layer's attention projections."""
         job, hidden, heads = self.job, self.job.hidden_size, self.job.num_attention_heads
         if not job.multi_latent_attention:
             return hidden * job.head_size * 2 * (heads + job.kv_heads)
@@ -151,29 +155,29 @@ class StepModel:
 
     @property
     def matrices(self) -> int:
-        """Of an MLP."""
+        """Number of matrices of an MLP."""
         return 3 if self.job.swiglu else 2
 
     @property
     def expert_parameters(self) -> int:
-        """Of one expert."""
+        """Parameters of one expert."""
         job = self.job
         return self.matrices * (job.moe_latent_size or job.hidden_size) * job.expert_ffn
 
     @property
     def mamba_parameters(self) -> int:
-        """Of one Mamba layer's projections."""
+        """Parameters of one Mamba layer's projections."""
         inner, states, heads = self._mamba
         return self.job.hidden_size * (3 * inner + 2 * states + heads)
 
     @property
     def _mamba(self) -> tuple[int, int, int]:
-        """Of a Mamba layer: widths of its values and of the keys of all groups, and heads."""
+        """Of a Mamba layer: width of its values, width of the keys of all groups, number of heads."""
         job, heads = self.job, self.job.mamba_heads
         return heads * job.mamba_head_dim, job.mamba_num_groups * job.mamba_state_dim, heads
 
     def dense_parameters(self, kind: str) -> int:
-        """Of one layer, without its routed experts. kind: of `Job.kinds`."""
+        """Parameters of one layer, without its routed experts, of all tensor-parallel ranks. kind: of `Job.kinds`."""
         job, found = self.job, 0
         if has_attention(kind):
             found += self.attention_parameters
@@ -187,7 +191,7 @@ class StepModel:
         return found
 
     def layer_parameters(self, kind: str) -> float:
-        """Of one layer on one rank. kind: of `Job.kinds`."""
+        """Parameters of one layer on one rank. kind: of `Job.kinds`."""
         job, own = self.job, self.dense_parameters(kind) / self.tensor
         if "E" in kind:
             ranks = job.expert_model_parallel_size * job.expert_tensor
@@ -196,7 +200,7 @@ class StepModel:
 
     @property
     def end_parameters(self) -> float:
-        """Of the embedding, or of the head, on one rank."""
+        """Parameters of the embedding, or of the head, on one rank."""
         return self.job.vocabulary * self.job.hidden_size / self.tensor
 
     # Seconds.
@@ -209,19 +213,19 @@ class StepModel:
         return min(cluster.intra_node_bandwidth, cluster.nic_bandwidth * cluster.nics_per_node / cluster.ranks_per_node)
 
     def pairs(self) -> float:
-        """Query-key pairs of a micro-batch on one context-parallel rank, if every sequence is one document."""
+        """Query-key pairs of a micro-batch on one context-parallel rank, for sequences of one document."""
         job = self.job
         return job.micro_batch_size * job.seq_length * (job.seq_length + 1) / 2 / job.context_parallel_size
 
     def layer(
         self, kind: str, pairs: float | None = None, expert_seconds: tuple[float, float] | None = None
     ) -> LayerWork:
-        """One layer.
+        """Seconds of one layer.
 
         kind: of `Job.kinds`.
-        pairs: query-key pairs that take as long as attention of the micro-batch on one rank with its exchange of keys;
-            by default those of one document a sequence, whose keys go round a ring.
-        expert_seconds: of experts and their exchanges, forward and backward; by default of even routing.
+        pairs: query-key pairs of the micro-batch on one rank, scaled up by the time of the exchange of keys. By default
+            one document a sequence, with keys on a ring.
+        expert_seconds: of experts and their all-to-alls, (forward, backward); by default with even routing.
         """
         job, eff, tokens, moe = self.job, self.efficiency, self.job.tokens, "E" in kind
         ring = pairs is None and has_attention(kind)
@@ -230,7 +234,7 @@ class StepModel:
             pairs = 0.0
         attention = pairs * pair_flops(job.num_attention_heads, job.head_size, job.value_size) / self.tensor
         attention /= self.cluster.flops * eff.attention
-        if job.attention_backend in ("unfused", "local"):  # the whole square, and its scores pass through memory
+        if job.attention_backend in ("unfused", "local"):  # computes the whole square and writes scores to memory
             squares = 2 * pairs * job.num_attention_heads / self.tensor
             attention = 2 * attention + squares * _BYTES * _SCORE_TRIPS / self._memory
         linear = 2 * tokens * self.dense_parameters(kind) / self.tensor / self._flops
@@ -262,7 +266,7 @@ class StepModel:
             again = job.recompute_modules or ["core_attn"]
             backward += attention if "core_attn" in again else 0.0
             backward += experts if "moe" in again else 0.0
-        if moe:  # waiting for the host, a third of it forward
+        if moe:  # waits for the host, a third of them forward
             host = eff.host_seconds - (1 - share) * eff.layer_seconds
             wait = max(0.0, host - attention - experts - forward - backward)
             forward, backward = forward + wait / 3, backward + wait * 2 / 3
@@ -271,8 +275,8 @@ class StepModel:
     def _scan(self) -> tuple[float, float]:
         """Forward seconds of the recurrence of a Mamba layer, and bytes that it and the convolution read and write.
 
-        As in Mamba-2 (arXiv 2405.21060, section 6): chunks of tokens attend to themselves, and hand on states. Counted,
-        not fitted, as no published step has such layers; its kernels are as far below matrix products as attention's.
+        As in Mamba-2 (arXiv 2405.21060, section 6): tokens attend within chunks, and chunks pass on states. Counted,
+        not fitted, since no published step has such layers; the efficiency is assumed to be that of attention.
         """
         job, (inner, states, _) = self.job, self._mamba
         flops = 2 * _SCAN_CHUNK * (states + inner) + 4 * inner * job.mamba_state_dim  # of a token
@@ -281,14 +285,14 @@ class StepModel:
         return tokens * flops / (self.cluster.flops * self.efficiency.attention), moved
 
     def expert_compute(self) -> float:
-        """Forward seconds of a layer's experts on one rank under even routing, for tokens that have arrived."""
+        """Forward seconds of a layer's experts on one rank with even routing, without the all-to-alls."""
         job = self.job
         products = 2 * self.expert_parameters * job.moe_router_topk * job.tokens / self.tensor / self._expert_flops
         width = (job.moe_latent_size or job.hidden_size) * _SORT_TRIPS + job.expert_ffn * _FFN_TRIPS
         return products + job.tokens * _BYTES * job.moe_router_topk / self._shards * width / self._memory
 
     def exchange_seconds(self) -> float:
-        """Exposed seconds of one exchange of tokens under even routing."""
+        """Exposed seconds of one all-to-all of tokens with even routing."""
         job, ranks = self.job, self.job.expert_model_parallel_size
         if ranks == 1:
             return 0.0
@@ -306,12 +310,12 @@ class StepModel:
 
     @property
     def expert_exposed(self) -> float:
-        """Exposed seconds of an exchange over those that its bytes take."""
+        """Exposed seconds of an all-to-all over the seconds that its bytes take."""
         eff = self.efficiency
         return eff.expert_exposed * (eff.overlapped if self.job.overlap_moe_expert_parallel_comm else 1.0)
 
     def expert_seconds(self) -> tuple[float, float]:
-        """Seconds of experts and two exchanges under even routing, forward and backward, where compute takes twice."""
+        """(forward, backward) seconds of experts and two all-to-alls with even routing; backward computes twice."""
         compute, exchanges = self.expert_compute(), 2 * self.exchange_seconds()
         return compute + exchanges, 2 * compute + exchanges
 
@@ -324,7 +328,7 @@ class StepModel:
         return self.cluster.relabel(ranks // per_node, per_node)
 
     def tensor_seconds(self) -> float:
-        """Exposed seconds of tensor parallelism for one gather and one scatter of activations."""
+        """Exposed seconds of tensor parallelism for one all-gather and one reduce-scatter of activations."""
         if self.tensor == 1:
             return 0.0
         moved = 2 * self.job.tokens * self.job.hidden_size * _BYTES * (self.tensor - 1) / self.tensor
@@ -333,7 +337,10 @@ class StepModel:
         return moved / self.bandwidth(self.tensor) * exposed
 
     def context_seconds(self, attention: float) -> float:
-        """Exposed seconds of a ring of keys and values forward: what attention does not hide, and a fifth."""
+        """Exposed forward seconds of a ring of keys and values: the part not hidden by attention, at least a fifth.
+
+        attention: seconds of attention, forward.
+        """
         job, ranks = self.job, self.job.context_parallel_size
         if ranks == 1:
             return 0.0
@@ -356,7 +363,7 @@ class StepModel:
     def works(
         self, pairs: float | None = None, expert_seconds: Sequence[tuple[float, float] | None] = (None,)
     ) -> list[LayerWork]:
-        """All layers of the model. pairs: as in `layer`. expert_seconds: of the layers with experts, used in turn."""
+        """Seconds of each layer of the model. pairs: as in `layer`. expert_seconds: of MoE layers, used cyclically."""
         kinds, order = self.job.kinds, np.cumsum(self.job.is_moe) - 1
         of_experts = [at % max(len(expert_seconds), 1) if "E" in kind else 0
                       for kind, at in zip(kinds, order, strict=True)]  # fmt: skip
@@ -367,7 +374,8 @@ class StepModel:
         return [known[each] for each in zip(kinds, of_experts, strict=True)]
 
     def costs(self, works: Sequence[LayerWork]) -> LayerSeconds:
-        """Seconds of all layers and both ends; frozen ones only run forward, with the embedding before them.
+        """Seconds of all layers and of embedding and head. Frozen layers, and the embedding before them, have no
+        backward.
 
         works: of each layer.
         """
@@ -375,7 +383,7 @@ class StepModel:
         backward = np.array([work.backward for work in works])
         head, extra = self.head(), (0.0, 0.0)
         if depth := self.job.mtp_num_layers or 0:
-            # A layer, a product of two widths to one, and the head once more.
+            # A depth of multi-token prediction: a layer, a projection from two widths to one, and another head.
             joined = 4 * self.job.tokens * self.job.hidden_size**2 / self.tensor / self._flops
             extra = (
                 depth * (float(forward[-1]) + joined + head[0]),
@@ -388,7 +396,7 @@ class StepModel:
         return LayerSeconds(forward, backward, embedding, head, extra)
 
     def data_parallel_seconds(self, plan: StagePlan) -> float:
-        """Exposed seconds of gradients and parameters between data-parallel ranks, and of the optimizer, in a step."""
+        """Exposed seconds of data-parallel communication (gradients, parameters) and of the optimizer, in a step."""
         job, eff = self.job, self.efficiency
         kinds, slowest = job.kinds, 0.0
         ranks = job.data_parallel * job.context_parallel_size
@@ -405,7 +413,7 @@ class StepModel:
             seconds, owned = 0.0, 0.0
             for parameters, group, apart in ((dense, ranks, self.tensor), (experts, expert_ranks, ranks * self.tensor)):
                 if group > 1:
-                    # Members of an expert-data-parallel group are far apart, those of the other are neighbours.
+                    # Members of an expert-data-parallel group are far apart; data-parallel ranks are neighbours.
                     rate = self.bandwidth(group * apart if apart == self.tensor else job.gpus)
                     for sent, overlaps in ((gradient, job.overlap_grad_reduce), (weight, job.overlap_param_gather)):
                         exposed = eff.data_exposed * (eff.overlapped if overlaps else 1.0)
@@ -425,9 +433,9 @@ class StepModel:
     # Bytes.
 
     def memory(self, plan: StagePlan) -> np.ndarray:
-        """float [stage]: bytes of the fullest rank of each stage: state and activations, no buffers of libraries.
+        """float [stage]: bytes of the fullest rank of each stage: model state and activations, without library buffers.
 
-        Frozen layers keep their state, and no activations.
+        Frozen layers keep their state, but no activations.
         """
         job, kinds = self.job, self.job.kinds
         static = np.array([self._state(kind) for kind in kinds])
@@ -443,7 +451,7 @@ class StepModel:
         return peak
 
     def _state_bytes(self, ranks: int) -> float:
-        """Bytes of a parameter's weight, gradient and optimizer state on each of so many data-parallel ranks."""
+        """Bytes of a parameter's weight, gradient and optimizer state on each of `ranks` data-parallel ranks."""
         return _BYTES + 4 + 12 / (ranks if self.job.use_distributed_optimizer else 1)
 
     def _state(self, kind: str) -> float:
@@ -455,11 +463,11 @@ class StepModel:
         )
 
     def _activation(self, kind: str) -> float:
-        """Bytes that a micro-batch keeps of one layer until its backward, as flash attention and no dropout leave them.
+        """Activation bytes that a micro-batch keeps of one layer until its backward, with flash attention, no dropout.
 
-        Inputs of both norms and of what follows them, queries, keys, values and output of attention, the MLP's inner
-        activations (Korthikanti et al., arXiv 2205.05198, section 4, without the terms of softmax and dropout), less
-        what modules of --recompute-modules compute again.
+        They are the inputs and outputs of both norms, queries, keys, values and output of attention, and the MLP's
+        inner activations (Korthikanti et al., arXiv 2205.05198, section 4, without the terms of softmax and dropout),
+        without those that --recompute-modules recompute.
         """
         job = self.job
         if job.recompute_granularity == "full":
@@ -467,16 +475,15 @@ class StepModel:
         again = set(job.recompute_modules or ["core_attn"]) if job.recompute_granularity == "selective" else set()
         kept = len(kind) * (1 if "layernorm" in again else 2) * job.hidden_size / self._shards
         projected = (job.num_attention_heads + job.kv_heads) * job.head_size + job.kv_heads * job.value_size
-        if "mla_up_proj" in again:  # latents instead of what is projected from them
+        if "mla_up_proj" in again:  # latents instead of queries, keys and values
             projected = self.tensor * (job.q_lora_rank or job.hidden_size) + self.tensor * job.kv_lora_rank
         if has_attention(kind):
             kept += (projected + job.num_attention_heads * job.value_size) / self.tensor
-        if (
-            "M" in kind
-        ):  # the gate and what is convolved, what comes of it, and the output; states of chunks are computed again
+        # The gate, the input and output of the convolution, and the output; states of chunks are recomputed.
+        if "M" in kind:
             inner, states, heads = self._mamba
             kept += (4 * inner + 4 * states + heads) / self.tensor
-        matrices = self.matrices - ("moe_act" in again)  # its output
+        matrices = self.matrices - ("moe_act" in again)  # the output of the activation function is recomputed
         if "E" in kind and "moe" not in again:
             shared = 0 if "shared_experts" in again else job.moe_shared_expert_intermediate_size or 0
             copies = job.moe_router_topk / self.tensor

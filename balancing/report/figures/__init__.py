@@ -1,4 +1,4 @@
-"""The figures of the report, one file each; every one returns an SVG element that follows the page's colours."""
+"""The figures of the report. Each function returns an SVG element that follows the page's colours."""
 
 from balancing.report.figures.experts import expert_heat
 from balancing.report.figures.imbalance import imbalance_curves

@@ -1,4 +1,4 @@
-"""Figures of hot experts by layer, and of the load of their ranks without and with replicas."""
+"""Figures of the load of experts by layer, and of expert-parallel ranks without and with replicas."""
 
 from typing import Any
 
@@ -23,8 +23,8 @@ __all__ = ["expert_heat"]
 
 _CLIP = 2.0  # colours end at a quarter of the mean and at four times the mean
 
-_MOST_NUMBERS = 4  # ranks that have room for their shares in figures
-_MOST_LAYERS = 26
+_MOST_NUMBERS = 4  # with more ranks, shares are not written into the figure
+_MOST_LAYERS = 26  # with more layers, too
 
 _MAP = LinearSegmentedColormap.from_list("share", ["#2f66a8", "#8fb3d9", "#eceae6", "#e79a8d", "#b3263f"])
 
@@ -33,12 +33,13 @@ Shares = dict[int, np.ndarray]
 
 
 def expert_heat(share: Shares, rank_share: Shares, home_share: Shares) -> str:
-    """SVG: layers by experts coloured by tokens over the layer's mean; beside it the same of expert-parallel ranks with
-    experts at home and with replicas, where some may have any; and how full the fullest rank is.
+    """SVG with panels of layers by experts, and of layers by expert-parallel ranks without and with replicas.
+
+    Colours are tokens over the layer's mean. The last panel has a bar for the fullest rank of each layer.
 
     share       layer -> float array [expert], 1.0 is the mean
-    rank_share  layer -> float array [expert-parallel rank]; where there is one rank only experts are shown
-    home_share  the same without replicas; empty if experts are not balanced
+    rank_share  layer -> float array [expert-parallel rank], with replicas; with one rank only experts are shown
+    home_share  layer -> float array [expert-parallel rank], without replicas; empty if experts are not balanced
     """
     layers = sorted(share)
     size = max(ranks.size for ranks in rank_share.values())
@@ -49,7 +50,7 @@ def expert_heat(share: Shares, rank_share: Shares, home_share: Shares) -> str:
     widths = [width for _, _, width in panels] + ([1.4 if home_share else 1.0] if size > 1 else [])
     homes = [home_share.get(layer, rank_share[layer]) for layer in layers] if home_share else []
     fullest = max((ranks.max() for ranks in homes), default=1.0)
-    clip = min(max(float(np.log2(fullest)), 0.1), _CLIP)  # of ranks, which differ less than experts
+    clip = min(max(float(np.log2(fullest)), 0.1), _CLIP)  # for ranks: they differ less than experts
     with new_figure(height=(1.25 if home_share else 1.0) + tall) as figure:
         grid = figure.add_gridspec(2, len(widths), width_ratios=widths, height_ratios=[0.13, tall])
         left = figure.add_subplot(grid[1, 0])
@@ -92,7 +93,7 @@ def expert_heat(share: Shares, rank_share: Shares, home_share: Shares) -> str:
 
 
 def _heat(axes: Axes, rows: list[np.ndarray], clip: float) -> Any:
-    """Rows of shares as colours, which end at 2^clip and its inverse, returns the image."""
+    """Draw rows of shares as colours that end at 2^clip and its inverse; returns the image."""
     most = max(row.size for row in rows)
     heat = np.full((len(rows), most), np.nan)
     for number, row in enumerate(rows):
@@ -113,7 +114,7 @@ def _number(axes: Axes, rows: list[np.ndarray]) -> None:
 
 
 def _fullest(axes: Axes, after: list[np.ndarray], before: list[np.ndarray]) -> None:
-    """A bar for each layer: its fullest rank over the mean, with what it is `before` balancing if that is known."""
+    """Draw a bar for each layer: its fullest rank over the mean, with an outline for `before` balancing if known."""
     worst = np.array([ranks.max() for ranks in after])
     top = worst.max()
     colour = [

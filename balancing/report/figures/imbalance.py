@@ -40,7 +40,7 @@ _OF_BALANCER = {
     "sequences": "attention of ranks",
     "experts": "tokens of EP ranks, mean of layers",
 }
-# What these did is in the curves, at every iteration.
+# Actions of every iteration: the curves show their effect.
 _IN_CURVES = ("spread", "replicate", "keep")
 _OF_MODEL = ("freeze", "unfreeze", "prune")
 
@@ -48,10 +48,10 @@ Curve = tuple[np.ndarray, np.ndarray]
 
 
 def imbalance_curves(history: History) -> str | None:
-    """SVG: max / mean of each measured kind over iterations, dashed without its balancer where that is on. Marks above
-    the curves say when layers moved and when the model changed.
+    """SVG: max / mean of each measured kind over iterations; dashed without its balancer, if the balancer is on.
 
-    None if nothing can be uneven: one stage, one rank, one layer.
+    Marks above the curves say when layers moved and when the model changed. None if nothing can be uneven: one stage,
+    one rank, one layer.
     """
     curves = _curves(history)
     if not curves:
@@ -91,7 +91,7 @@ def imbalance_curves(history: History) -> str | None:
 
 
 def _mark(axes: Axes, iterations: list[int], marker: str, colour: str, label: str) -> None:
-    """Marks above the upper edge, with a faint line behind the curves; the last `_MOST_POINTS` of them."""
+    """Draw marks above the upper edge, with faint lines behind the curves, for the last `_MOST_POINTS` iterations."""
     if at := sorted(set(iterations))[-_MOST_POINTS:]:
         edge = axes.get_xaxis_transform()
         axes.vlines(at, 0, 1, transform=edge, color=GRID, linewidth=1.0, zorder=0)
@@ -123,12 +123,12 @@ def _before(line: dict[str, Any]) -> float:
 def _read(
     lines: dict[int, dict[str, Any]], units: str, value: Callable[[dict[str, Any]], float] = _before
 ) -> list[tuple[int, float]]:
-    """(iteration, value) of each line with two or more of its `units`: one alone cannot be uneven."""
+    """(iteration, value) of each line with two or more entries of key `units`: one alone cannot be uneven."""
     return [(iteration, value(line)) for iteration, line in sorted(lines.items()) if len(line[units]) > 1]
 
 
 def _thin(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """At most `_MOST_POINTS` points: medians of runs of neighbours."""
+    """At most `_MOST_POINTS` points: medians of neighbours."""
     if x.size <= _MOST_POINTS:
         return x, y
     parts = np.array_split(np.arange(x.size), _MOST_POINTS)

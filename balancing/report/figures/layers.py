@@ -1,4 +1,4 @@
-"""Figure of the cost of each layer and of the boundaries between pipeline stages, with every move."""
+"""Figures of the cost of each layer with stage boundaries, and of stages before and after layers moved."""
 
 from itertools import pairwise
 
@@ -89,7 +89,7 @@ def _name_layers(axes: Axes, costs: LayerCosts) -> None:
 
 
 def _mark_stages(axes: Axes, costs: LayerCosts) -> None:
-    """Where the stage changes, with every other part shaded."""
+    """Mark where the stage changes, and shade every other stage."""
     if costs.stage.max() == 0:
         return
     edges = [0, *(np.flatnonzero(np.diff(costs.stage)) + 1).tolist(), len(costs.names)]

@@ -73,8 +73,10 @@ def rank_work(ranks: RankLoad) -> str:
 
 
 def rank_attention(before: np.ndarray, after: np.ndarray) -> str:
-    """SVG: attention of context-parallel ranks over the mean of their micro-batch, fullest rank first, without
-    balancing and with it."""
+    """SVG: attention area of context-parallel ranks over the mean of their micro-batch, fullest rank first.
+
+    before, after: [rank], without and with balancing.
+    """
     with new_figure(height=2.5) as figure:
         axes = figure.subplots()
         n = after.size
@@ -94,7 +96,7 @@ def rank_attention(before: np.ndarray, after: np.ndarray) -> str:
 
 
 def rank_memory(ranks: RankLoad) -> str:
-    """SVG: the most memory each rank held."""
+    """SVG: the peak memory of each rank."""
     ranks = _by_stage(ranks)
     with new_figure(height=2.5) as figure:
         axes = figure.subplots()
@@ -105,7 +107,11 @@ def rank_memory(ranks: RankLoad) -> str:
 
 
 def _bars(axes: Axes, values: np.ndarray, text: Callable[[float], str], step: int = 1000) -> None:
-    """One bar for each rank, the highest in red; ticks are round in the unit of `text`, which steps by `step`."""
+    """Draw one bar for each rank, the highest in red.
+
+    text: formats a value with its unit; ticks are round numbers in that unit.
+    step: ratio of one unit of `text` to the next smaller one.
+    """
     _columns(axes, values, NEUTRAL, WORST)
     _mean(axes, values.mean())
     top = max(float(values.max()), 1.0) * 1.06
@@ -117,7 +123,7 @@ def _bars(axes: Axes, values: np.ndarray, text: Callable[[float], str], step: in
 
 
 def _columns(axes: Axes, values: np.ndarray, colour: str, worst: str | None) -> None:
-    """Columns from 0 up, the highest in the colour `worst` if it stands out. Very many ranks make one outline."""
+    """Draw columns, the highest in the colour `worst` if it stands out. Very many ranks are drawn as one area."""
     n, most = values.size, int(values.argmax())
     if n <= _MOST_COLUMNS:
         columns = axes.bar(range(n), values, color=colour, width=_width(n))

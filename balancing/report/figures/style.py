@@ -1,7 +1,7 @@
-"""One look for all figures, and their way into a page as inline SVG.
+"""Common style of all figures, and their conversion to inline SVG.
 
-A page is read on white and on black. Colours of data are chosen to be told apart on both and by colour-blind readers;
-text, grid and idle time take the page's own colours, through placeholders that become CSS variables.
+A page may be white or black. Colours of data can be told apart on both and by colour-blind readers. Text, grid and idle
+time take the page's own colours, through placeholders that become CSS variables.
 """
 
 import io
@@ -44,11 +44,11 @@ NEUTRAL, WORST = "#7d95ad", "#d1495b"
 
 _WIDTH = 10.0  # inches
 
-# Placeholders: colours no figure uses for data, replaced by the page's variables.
+# Placeholders: colours that no figure uses for data, replaced by the page's variables.
 INK, MUTED, GRID, IDLE, SURFACE = "#010203", "#010204", "#010205", "#010206", "#010207"
 _VARIABLE = {INK: "ink", MUTED: "muted", GRID: "grid", IDLE: "idle", SURFACE: "surface"}
 
-# What would be or was without balancing is a thin dashed line; what is with it is solid.
+# Values without balancing are thin dashed lines; values with balancing are solid.
 BEFORE: Any = {"linewidth": 1.1, "linestyle": (0, (3, 1.5))}
 LEVEL: Any = {"linewidth": 1.0, "linestyle": (0, (1, 1.3))}  # a mean or a median
 _MOST_OUTLINES = 128
@@ -93,13 +93,13 @@ _SETTINGS: Any = {
 
 @contextmanager
 def new_figure(height: float) -> Iterator[Figure]:
-    """A figure of the page's width and `height` inches with this package's settings, which end with the block."""
+    """A figure of the page's width and `height` inches, with this package's settings inside the block."""
     with matplotlib.rc_context(_SETTINGS):
         yield Figure(figsize=(_WIDTH, height), layout="constrained")
 
 
 def svg(figure: Figure, name: str) -> str:
-    """`figure` as an SVG element for an HTML page. Its ids begin with `name`, so that no two figures share one."""
+    """`figure` as an SVG element for an HTML page. Its ids begin with `name`, so they are unique in the page."""
     buffer = io.StringIO()
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     figure.savefig(buffer, format="svg", metadata=nothing, dpi=150)
@@ -114,14 +114,14 @@ def svg(figure: Figure, name: str) -> str:
 
 
 def mark_every(axes: Axes, positions: list[float], labels: list[str], *, room: int, along: str = "x") -> None:
-    """Label the ticks at `positions`, every one or only every 2nd, 5th, 10th, ... so that at most `room` are shown."""
+    """Label the ticks at `positions`: every tick, or every 2nd, 4th, 5th, ... so that at most `room` are shown."""
     step = next(s for s in (1, 2, 4, 5, 8, 10, 16, 20, 32, 50, 64, 100, 128, 10**9) if len(positions) <= s * room)
     set_ticks = axes.set_xticks if along == "x" else axes.set_yticks
     set_ticks(positions[::step], labels[::step])
 
 
 def outline(axes: Axes, values: np.ndarray, *, thick: float = 0.8, along: str = "x", base: float = 0.0) -> None:
-    """A dashed box from `base` to each of `values`, around the bar that stands there now. Very many make one line."""
+    """Draw a dashed box from `base` to each of `values`, around the bars. Very many values are drawn as one line."""
     n = len(values)
     style: Any = {"fill": False, "edgecolor": INK, "zorder": 4} | BEFORE
     if n > _MOST_OUTLINES:
@@ -134,12 +134,13 @@ def outline(axes: Axes, values: np.ndarray, *, thick: float = 0.8, along: str = 
 
 
 def before_and_after(colour: str) -> list[Any]:
-    """Handles of a legend for bars of this colour with outlines."""
+    """Legend handles for bars of this colour with outlines."""
     return [Patch(fill=False, edgecolor=INK, label="before", **BEFORE), Patch(color=colour, label="after")]
 
 
 def name_stages(axes: Axes, edges: list[int], stages: list[int], *, named: bool = True) -> None:
-    """Part columns `edges[i]` to `edges[i + 1]` by dotted lines, and write their stage above if `named` and it fits."""
+    """Draw dotted lines at `edges`, and write the stage above columns `edges[i]` to `edges[i + 1]` if `named` and it
+    fits."""
     width = _WIDTH * 0.92 / edges[-1]  # inches of a column, about
     narrowest = width * min(b - a for a, b in pairwise(edges))
     word = "stage " if narrowest > 0.6 else ""

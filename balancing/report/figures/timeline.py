@@ -1,4 +1,4 @@
-"""Timeline of one iteration, a row for each rank; gaps between operations are waiting."""
+"""Timeline of one iteration with a row for each rank; gaps between operations are waiting."""
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -24,14 +24,14 @@ __all__ = ["MOST_ROWS", "choose", "ranks_shown", "timeline"]
 MOST_ROWS = 32
 _MOST_VECTORS = 6000  # more rectangles than this make a page slow to open: draw them as pixels
 _MOST_NUMBERS = 400
-_FULL = 0.93  # a bar that worked for this share of its time is drawn full: clocks are not better
+_FULL = 0.93  # a bar that worked for this share of its time is drawn full: clocks are not more exact
 
 _COLOUR = {"forward": FORWARD, "backward": BACKWARD, "recompute": RECOMPUTE}
 _STEP_COLOUR = {"forward-step": FORWARD, "backward-step": BACKWARD}
 
 
 def choose(timelines: list[TraceIteration], step_seconds: float | None) -> TraceIteration:
-    """The iteration whose length is nearest the typical `step_seconds`, the last one if that is not known."""
+    """The iteration whose length is nearest to `step_seconds`; the last one if `step_seconds` is None."""
     if step_seconds is None:
         return timelines[-1]
     typical = step_seconds
@@ -39,7 +39,8 @@ def choose(timelines: list[TraceIteration], step_seconds: float | None) -> Trace
 
 
 def ranks_shown(one: TraceIteration, slowest_rank: int | None) -> list[int]:
-    """All ranks in the order of stages; of too many the same replicas of each stage, the slowest among them."""
+    """At most `MOST_ROWS` ranks in the order of stages. If there are more, the same replicas of each stage, among them
+    `slowest_rank`."""
     by_stage: dict[int, list[int]] = {}
     for rank in sorted(one.spans):
         by_stage.setdefault(one.stage[rank], []).append(rank)
@@ -62,10 +63,11 @@ def ranks_shown(one: TraceIteration, slowest_rank: int | None) -> list[int]:
 def timeline(
     one: TraceIteration, slowest_rank: int | None, name: str = "timeline", seconds: float = 0.0
 ) -> tuple[str, int, bool]:
-    """SVG of one iteration, how many ranks it shows, and whether bars are lower than their row because work waited.
+    """SVG of one iteration, the number of ranks shown, and whether any bar is lower than its row because work waited.
 
-    It shows all ranks if they fit, else at most `MOST_ROWS` in the order of stages, the slowest rank among them. name:
-    differs from that of the page's other figures. seconds: how far the axis reaches at least, so that steps compare.
+    slowest_rank: is among the ranks shown (`ranks_shown`).
+    name: of the figure, unique in the page.
+    seconds: least length of the axis, so that several steps can be compared.
     """
     ranks = ranks_shown(one, slowest_rank)
     with new_figure(height=1.15 + max(len(ranks), 2) * (0.3 if len(ranks) <= 16 else 0.2)) as figure:
@@ -92,7 +94,7 @@ def timeline(
 
 
 def _draw(axes: Axes, rows: list[list[Span]], end: float, scale: float, inch: float) -> bool:
-    """Bars of all rows; `inch` is the seconds that fit into one. Returns whether some bar is lower for waiting."""
+    """Draw the bars of all rows. inch: seconds in an inch. Returns whether any bar is lower because work waited."""
     layered = any(span.kind in _COLOUR for spans in rows for span in spans)
     colour_of = _COLOUR if layered else _STEP_COLOUR
     bars: dict[str, list[tuple[int, Span]]] = {}
@@ -108,7 +110,7 @@ def _draw(axes: Axes, rows: list[list[Span]], end: float, scale: float, inch: fl
     edge = 0.4 if width > 0.05 * inch and not many else 0.0
     backdrop = [(row, Span("", "", 0, 0, 0.0, end, end)) for row in range(len(rows))]
     axes.add_collection(PolyCollection([_box(*bar, scale) for bar in backdrop], facecolor=IDLE, linewidth=0))
-    for order, colour in enumerate((FORWARD, BACKWARD, RECOMPUTE, OTHER)):  # a recompute lies on its backward
+    for order, colour in enumerate((FORWARD, BACKWARD, RECOMPUTE, OTHER)):  # a recompute is drawn over its backward
         boxes = [_box(*bar, scale) for bar in bars.get(colour, [])]
         axes.add_collection(
             PolyCollection(
@@ -133,7 +135,7 @@ def _draw(axes: Axes, rows: list[list[Span]], end: float, scale: float, inch: fl
 
 
 def _height(span: Span) -> float:
-    """Share of the row a bar fills: for a layer the part of its time that was work, where that is clearly not all."""
+    """Share of the row's height that a bar fills: for a layer the share of its time that was work (1 from `_FULL`)."""
     worked = span.busy / span.seconds if span.seconds > 0 and span.kind in _COLOUR else 1.0
     return worked if worked < _FULL else 1.0
 
