@@ -2,9 +2,9 @@
 
 Times are of forward and backward of one micro-batch, without activation recomputation.
 
-- Attention costs query-key pairs in tiles of 128 x 128, as flash attention computes them, so a shard of ten tokens
-  costs a tile for every 128 keys. Backward costs 2.5 times forward, since flash attention recomputes scores.
-- Linear layers cost tokens. Backward costs twice forward.
+- The cost of attention is query-key pairs in tiles of 128 x 128, as flash attention computes them, so a shard of ten
+  tokens costs a tile for every 128 keys. Backward costs 2.5 times forward, since flash attention recomputes scores.
+- The cost of linear layers is proportional to tokens. Backward costs twice forward.
 - Transfers of keys and values overlap with attention's compute, except the first and the last: compute starts once
   some keys have arrived, and the last gradients leave after it has ended. Backward sends keys and values again, and
   their gradients back; on a ring inside a node the gradients are float32 sums. Gathered keys enter a node once and are
@@ -248,7 +248,7 @@ def attention_seconds(pairs: float, cluster: Cluster, shape: AttentionShape) -> 
 
 
 def hidden_seconds(pairs: float, cluster: Cluster, shape: AttentionShape) -> float:
-    """Seconds of one rank to compute `pairs` query-key pairs in one layer, forward. As many of transfer are hidden."""
+    """Seconds of one rank to compute `pairs` query-key pairs in one layer, forward; they hide as long a transfer."""
     return pairs * pair_flops(shape.heads, shape.head_size, shape.value_size) / (cluster.flops * _ATTENTION_ACHIEVED)
 
 

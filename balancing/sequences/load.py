@@ -1,4 +1,4 @@
-"""Load of sequences on ranks: linear layers cost tokens, attention costs the area under the causal mask.
+"""Load of sequences on ranks: tokens for linear layers, the area under the causal mask for attention.
 
 A document of l tokens has l (l + 1) / 2 query-key pairs, so one long document costs as much attention as short
 documents with many more tokens together (Zeppelin, arXiv 2509.21841, section 2).

@@ -88,8 +88,8 @@ class MicroBatchPlan:
 def document_seconds(lengths: Sequence[int] | np.ndarray, cluster: Cluster, shape: AttentionShape) -> np.ndarray:
     """float64 [document], seconds of forward and backward in all layers, the work spread evenly over the ranks.
 
-    lengths: tokens of each document. Attention costs tiles as in `cost`; in layers with a sliding window only tiles
-        inside the window.
+    lengths: tokens of each document. Attention is costed in tiles as in `cost`; in layers with a sliding window only
+        tiles inside the window count.
     """
     tokens = np.asarray(lengths, dtype=np.int64)
     rows = -(-tokens // TILE)

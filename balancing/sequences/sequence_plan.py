@@ -1,8 +1,9 @@
 """The plan of a batch of sequences: which rank holds which tokens, in attention and in linear layers.
 
 A batch is a list of sequences (documents) of different length. A layout cuts it into shards, contiguous pieces of one
-sequence, each on one rank. Attention costs the area under the causal mask, linear layers cost tokens, so the two may
-have different layouts (Zeppelin, arXiv 2509.21841, section 3). Where they differ, tokens are remapped in between.
+sequence, each on one rank. The cost of attention is the area under the causal mask, the cost of linear layers is
+tokens, so the two may have different layouts (Zeppelin, arXiv 2509.21841, section 3). If they differ, tokens are
+remapped in between.
 """
 
 import hashlib

@@ -1,5 +1,4 @@
-"""The balanced step of a job: seconds and bytes of its parts, from the model's sizes and constants fitted to published
-runs.
+"""The balanced step of a job: seconds and bytes of its parts, from the model's sizes and fitted constants.
 
 - Arithmetic is counted from the model's shapes: matrix products of attention projections, MLPs, experts and the head;
   attention by query-key pairs; everything else by bytes of memory read and written.

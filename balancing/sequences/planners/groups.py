@@ -17,7 +17,7 @@ import numpy as np
 __all__ = ["deal_areas", "number_of_groups"]
 
 _MEMBERS = 32  # least micro-batches of a group: with 16 the group of most area may have 1.5 times the mean area
-# Groups are balanced when the largest area exceeds the mean by the share _LEVEL. _ROUNDS: most rounds of exchanges.
+# Groups are balanced if the largest area is at most 1 + _LEVEL of the mean. _ROUNDS: most rounds of exchanges.
 # _LOOKS: most pairs of micro-batches that are compared in a round.
 _LEVEL, _ROUNDS, _LOOKS = 0.001, 64, 1 << 16
 

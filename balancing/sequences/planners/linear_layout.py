@@ -1,9 +1,10 @@
 """The layout for linear layers: the same number of tokens on each rank, with as few of them moved as possible.
 
-A balanced layout of attention may give ranks more or fewer tokens than the mean. Linear layers cost tokens, so tokens
-are remapped between the two layouts. Zeppelin (arXiv 2509.21841, section 3.4) solves a transfer problem for that. With
-two speeds, inside a node and between nodes, no solver is needed: ranks with too many tokens give them to ranks of their
-node with too few, and only a node's surplus leaves it. No token-equal layout moves fewer tokens between nodes.
+A balanced layout of attention may give ranks more or fewer tokens than the mean. The cost of linear layers is
+proportional to tokens, so tokens are remapped between the two layouts. Zeppelin (arXiv 2509.21841, section 3.4) solves
+a transfer problem for that. With two speeds, inside a node and between nodes, no solver is needed: ranks with too many
+tokens give them to ranks of their node with too few, and only a node's surplus leaves it. No token-equal layout moves
+fewer tokens between nodes.
 """
 
 from collections.abc import Sequence

@@ -4,7 +4,7 @@ In 1F1B a stage waits in warm-up for the first micro-batch to pass through the s
 the last micro-batch to pass back. The waits are shorter if the first and the last micro-batches cost less and those
 between, when all stages work, cost more. How much less depends on the schedule. Here costs rise linearly from the first
 micro-batch, stay constant, and fall linearly to the last one. A slope has four numbers (the first and the last cost,
-and the length of the rise and of the fall), which are searched by the seconds of the simulated step.
+and the length of the rise and of the fall). They are searched for the shortest simulated step.
 """
 
 from collections.abc import Callable
