@@ -1,8 +1,8 @@
-"""Balancing in any loop that trains with `megatron.core`: balancers of a finished model, around the loop's schedule.
+"""Balancers for any loop that trains with `megatron.core`. They take a finished model and wrap the loop's schedule.
 
-Every loop calls a schedule of `megatron.core.pipeline_parallel.schedules`, which is handed the model chunks, the number
-of micro-batches and whether it runs forward only. `Balancers.schedule` wraps that call; nothing else of the loop
-changes. `examples/plain_loop.py` shows it.
+Every loop calls a schedule of `megatron.core.pipeline_parallel.schedules`. `Balancers.schedule` wraps that call. Layer
+balancing also needs `Balancers.after_step` after each optimizer step. Nothing else in the loop changes.
+`examples/plain_loop.py` is an example.
 """
 
 import dataclasses
@@ -46,18 +46,19 @@ _SCHEDULES = (
 
 
 class ExpertBalancer(experts.ExpertBalancer):
-    """Replicas of hot experts for a model that exists. Made on all ranks together, before the first step.
+    """Replicates the hot experts of a finished model. Construct it on all ranks together, before the first step.
 
-    Layers are balanced while a training schedule of `Balancers` runs, and Megatron's at all other times: an evaluation,
-    log-probabilities and an export of weights see the plain model.
+    Replicas are used only while a training schedule of `Balancers` runs. Evaluation, log-probabilities and the export
+    of weights see the plain model.
 
     chunks: the model chunks of this rank, each in `DistributedDataParallel`.
-    config: `replica_slots`, `min_gain` and others.
-    job: the run.
-    cluster: speeds of the hardware for the cost model; None plans for balance alone.
-    report: called on one rank of each expert-parallel group with each event of a step, as a function that gives it.
+    config: settings such as `replica_slots` and `min_gain`; None for the defaults.
+    job: sizes and timeout of the run.
+    cluster: hardware speeds for the cost model. None: placements only balance tokens; transfers have no cost.
+    report: called on one rank of each expert-parallel group for each event, with a function that returns the event.
 
-    Raises ValueError for a model that cannot be balanced, and ReplicaMemoryError, on all ranks, where slots do not fit.
+    Raises ValueError for a model that cannot be balanced. Raises ReplicaMemoryError on all ranks if the replica slots
+    do not fit in memory.
     """
 
     def __init__(
@@ -77,14 +78,14 @@ class ExpertBalancer(experts.ExpertBalancer):
             raise ValueError("no MoE layer of the model is megatron.core's own MoELayer; drop the ExpertBalancer")
         self.attach(list(chunks))
         model = get_model_config(chunks[0])
-        if model.grad_sync_func is not None:  # taken from the chunks before the balancer was there
+        if model.grad_sync_func is not None:  # still refers to the functions that `attach` has wrapped
             functions = [chunk.start_grad_sync for chunk in chunks]
             model.grad_sync_func = functions if isinstance(model.grad_sync_func, list) else functions[0]
         mark_model("ExpertBalancer", chunks)
 
     @property
     def chunks(self) -> list[torch.nn.Module]:
-        """The model chunks that it balances."""
+        """The balanced model chunks of this rank."""
         return self._model
 
     def release(self) -> None:
@@ -94,7 +95,7 @@ class ExpertBalancer(experts.ExpertBalancer):
         self._chunk_at = {}
 
     def restore(self) -> None:
-        """Allocate the slots again, for the placements that there were. All ranks call it together."""
+        """Allocate the slots again, with the placements from before `release`. All ranks call it together."""
         self.layers_moved()
 
     def held(self) -> HeldBytes:
@@ -105,7 +106,7 @@ class ExpertBalancer(experts.ExpertBalancer):
 
     def layers_moved(self) -> None:
         use_balanced(self._exchanged)
-        balance_layers(self._model, self.config.replica_slots)  # those that have arrived
+        balance_layers(self._model, self.config.replica_slots)  # layers that have arrived are plain
         self._exchanged = [layer for of_chunk in self._layers_of_model() for layer in of_chunk]
         super().layers_moved()
         use_plain(self._exchanged)
@@ -122,14 +123,16 @@ class ExpertBalancer(experts.ExpertBalancer):
 
 
 class SequenceBalancer(AttentionBalancer):
-    """Balanced attention for a model that exists, of packed sequences that stay on the ranks where the loop has them:
-    whole ones on data-parallel ranks, or each in Transformer Engine's zig-zag over context-parallel ranks. Made on all
-    ranks together, before the first step. Lengths are those of `PackedSeqParams`.
+    """Balances attention over packed sequences in a finished model. Construct it on all ranks together, before the
+    first step.
 
-    Other passes than training schedules of `Balancers` see the plain model, as do micro-batches that are not packed.
+    Tokens stay on the ranks where the loop put them: whole sequences on data-parallel ranks, or each sequence in
+    Transformer Engine's zig-zag over context-parallel ranks. Lengths come from `PackedSeqParams`. Only training
+    schedules of `Balancers` are balanced. Micro-batches that are not packed run unchanged.
 
     chunks: the model chunks of this rank, each in `DistributedDataParallel`.
-    config: `domain`, `planner` and `routing`; the domain is all data-parallel ranks unless it is "context".
+    config: settings `domain`, `planner` and `routing`. All data-parallel ranks share the work unless `domain` is
+        "context".
     job, cluster, report: as for `ExpertBalancer`; one rank of each domain reports.
 
     Raises ValueError for a model whose attention cannot be balanced.
@@ -150,24 +153,25 @@ class SequenceBalancer(AttentionBalancer):
 
 
 class LayerBalancer(StepCallback):
-    """Layers that move between the pipeline stages of a model that exists, between two steps. Made on all ranks
+    """Moves layers of a finished model between its pipeline stages, between two steps. Construct it on all ranks
     together, before the first step.
 
-    Each training schedule of `Balancers` is measured. `Balancers.after_step` decides every `interval` steps; where live
-    moves are unsafe, as in loops that keep copies of weights by name, set `moves` off and start again with the layout
-    that `advise` gives.
+    Each training schedule of `Balancers` is measured. Every `interval` steps, `Balancers.after_step` decides whether
+    layers move. Moves are unsafe in loops that keep copies of weights by name. There, pass `moves=False` and restart
+    with the layout that `advise` returns.
 
     chunks: the model chunks of this rank, each in `DistributedDataParallel`.
-    optimizer: of `get_megatron_optimizer`. scheduler: of its learning rate, with Megatron-LM's `step`.
-    config: `interval`, `planner` and others.
-    layer_spec: the virtual stage of a chunk -> the layer spec that the model was built with, in the present layout.
-    job: the run.
-    overrides: the `config_overrides` that `get_megatron_optimizer` got.
-    steps: of the whole training, if known.
-    gloo_groups: the `use_gloo_process_groups` that `get_megatron_optimizer` got.
+    optimizer: from `get_megatron_optimizer`.
+    scheduler: of the learning rate, with Megatron-LM's `step`.
+    config: settings such as `interval` and `planner`; None for the defaults.
+    layer_spec: virtual stage of a chunk -> the layer spec that the model was built with, in the current layout.
+    job: sizes and timeout of the run.
+    overrides: the `config_overrides` passed to `get_megatron_optimizer`.
+    steps: number of training steps; None if unknown.
+    gloo_groups: the `use_gloo_process_groups` passed to `get_megatron_optimizer`.
     moves: whether `Balancers.after_step` moves layers.
-    on_layout: is told the string of each new layout, for checkpoints.
-    report: called on the first rank with each event, as a function that gives it.
+    on_layout: called with the string of each new layout, for checkpoints.
+    report: called on rank 0 for each event, with a function that returns the event.
 
     Raises ValueError for a model or an optimizer whose layers cannot move.
     """
@@ -200,8 +204,8 @@ class LayerBalancer(StepCallback):
         if config.repacks:
             raise ValueError("only pretrain_gpt.py makes a pipeline shorter; leave the settings of repacking out")
         self.chunks, self._moves, self._steps = list(chunks), moves, 0
-        self._micro_batches: tuple[int, ...] = ()  # of the last two schedules; of the first of them, times are known
-        self._observer, self.beside = Observer(measures=True), [self]  # told of moves: all of `Balancers`
+        self._micro_batches: tuple[int, ...] = ()  # of the last two schedules; the earlier one has been measured
+        self._observer, self.beside = Observer(measures=True), [self]  # `beside`: all balancers, told of moves
         pattern = getattr(unwrap_model(self.chunks)[0], "hybrid_layer_pattern", None)
         source = LayerSource(model, layer_spec, pattern=pattern)
         if on_layout is not None:
@@ -240,16 +244,16 @@ class LayerBalancer(StepCallback):
 
     @property
     def layout(self) -> str:
-        """Where layers are, as --pipeline-model-parallel-layout has it; of a hybrid model, as its pattern has it."""
+        """The current layout, as a value of --pipeline-model-parallel-layout; for a hybrid model, its pattern."""
         return self._inner.layout
 
     def move(self, layout: str) -> None:
-        """Move layers now, between two steps, to where `layout` has them. All ranks call it together."""
+        """Move layers to `layout` now, between two steps. All ranks call it together."""
         self._inner.move(self._inner.read(layout))
         self._inner.restart()
 
     def advise(self) -> str:
-        """The layout that is best by what was measured. All ranks call it together, after at least two steps."""
+        """The best layout for the measured costs. All ranks call it together, after at least two steps."""
         with schedule_of(self._micro_batches[-1] if self._micro_batches else 1):
             return self._inner.advise()
 
@@ -270,7 +274,7 @@ class LayerBalancer(StepCallback):
         self._observer.end_step()
 
     def close(self) -> None:
-        """Measure no more. Layers stay where they are."""
+        """Stop measuring. Layers stay where they are."""
         self._observer.stop_measuring()
         while self._hooks:
             self._hooks.pop().remove()
@@ -294,7 +298,7 @@ class _Optimized(NamedTuple):
 
 
 class Balancers:
-    """The balancers of one model. Several models of a process, such as an actor and a critic, have one each."""
+    """The balancers of one model. A process with several models, such as an actor and a critic, makes one for each."""
 
     def __init__(self, *balancers: StepCallback) -> None:
         kinds = [type(balancer) for balancer in balancers]
@@ -309,7 +313,7 @@ class Balancers:
         self._installed: list[tuple[str, Callable]] = []  # schedules of megatron.core that are wrapped
 
     def schedule(self, forward_backward_func: Callable) -> Callable:
-        """The schedule with the balancers around it. Calls with forward_only and those of other models pass through."""
+        """Wrap a schedule with the balancers. Calls with `forward_only` and calls for other models run unchanged."""
 
         @functools.wraps(forward_backward_func)
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -332,14 +336,14 @@ class Balancers:
         return run
 
     def after_step(self) -> None:
-        """To be called on all ranks after each optimizer step, where layers are balanced; they may move here."""
+        """Call this on all ranks after each optimizer step if layers are balanced. Layers may move here."""
         for balancer in self._balancers:
             if isinstance(balancer, LayerBalancer):
                 balancer.after_step()
 
     def install(self) -> None:
-        """Wrap the schedules of `megatron.core` themselves, for a loop whose call one cannot edit. Schedules that the
-        loop has looked up before are not wrapped."""
+        """Wrap the schedules inside `megatron.core`, for a loop whose code you cannot edit. Call it before the loop
+        looks up its schedule. Raises ValueError if the balancers are installed already."""
         if self._installed:
             raise ValueError("the balancers are installed already; close() them first")
         for name in _SCHEDULES:
@@ -347,7 +351,7 @@ class Balancers:
             setattr(schedules, name, self.schedule(getattr(schedules, name)))
 
     def release(self) -> None:
-        """Free the memory of replica slots until `restore`, as around a rollout. All ranks call it together."""
+        """Free the memory of replica slots until `restore`, for example for a rollout. All ranks call it together."""
         for balancer in self._balancers:
             if isinstance(balancer, ExpertBalancer):
                 balancer.release()
@@ -359,7 +363,7 @@ class Balancers:
                 balancer.restore()
 
     def close(self) -> None:
-        """Undo `install`, and free what the balancers hold. The model is plain from now on."""
+        """Undo `install` and free the balancers' memory. The model is plain from now on."""
         while self._installed:
             setattr(schedules, *self._installed.pop())
         for balancer in self._balancers:
@@ -371,7 +375,8 @@ class Balancers:
 
 
 def _slots(config: ExpertConfig, model: Any) -> ExpertConfig:
-    """The settings with no more replica slots than there are experts on other ranks."""
+    """The settings, with the default number of replica slots capped at the number of experts on other ranks. Raises
+    ValueError if the user asked for more, or if the model has nothing to replicate."""
     if not model.num_moe_experts:
         raise ValueError("the model has no experts; drop the ExpertBalancer")
     ranks = parallel_state.get_expert_model_parallel_world_size()

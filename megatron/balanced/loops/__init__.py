@@ -1,1 +1,1 @@
-"""Balancers in the training loops of others: thin adapters, which import nothing of these loops."""
+"""Adapters for other training frameworks. An adapter imports its framework only when it is used."""

@@ -2,8 +2,8 @@
 
     pretrain(config, forward_step, callbacks=[Balance(experts=ExpertConfig(enabled=True), cluster=cluster)])
 
-Bridge asks for methods of these names, not for a class, as Megatron-LM's callbacks will. A run that moved layers calls
-`resume_layout(config)` before `pretrain`.
+Bridge calls methods by name and needs no base class. To resume a run that moved layers, call `resume_layout(config)`
+before `pretrain`.
 """
 
 import inspect
@@ -21,8 +21,12 @@ __all__ = ["Balance", "resume_layout"]
 
 
 class Balance:
-    """One of a run. experts, sequences, layers: settings of the balancers that are on. cluster: speeds of the hardware.
-    report: as for the balancers."""
+    """The callback, one for each run.
+
+    experts, sequences, layers: settings of each balancer; None leaves it off.
+    cluster: hardware speeds.
+    report: as for the balancers.
+    """
 
     def __init__(
         self,
@@ -39,7 +43,8 @@ class Balance:
         self.balancers: Balancers | None = None
 
     def on_data_init_start(self, context: Any) -> None:
-        """The model is wrapped, the optimizer built, a checkpoint loaded, and the schedule not yet looked up."""
+        """Make the balancers. The model is wrapped, the optimizer built and a checkpoint loaded. Bridge has not looked
+        up the schedule yet."""
         config, model, made = context.state.cfg, context.model, []
         minutes = config.dist.distributed_timeout_minutes
         shared = self._shared | {"job": Job(config.model.seq_length, config.train.micro_batch_size, minutes)}
@@ -65,7 +70,7 @@ class Balance:
         self.balancers.install()
 
     def on_train_step_end(self, context: Any) -> None:
-        """Layers may move."""
+        """Layers may move here."""
         assert self.balancers is not None
         self.balancers.after_step()
 
@@ -76,8 +81,8 @@ class Balance:
 
 
 def resume_layout(config: Any) -> None:
-    """Have `pretrain` build the model with layers where the checkpoint that it resumes from has them. All ranks call it
-    before. Without a checkpoint it does nothing."""
+    """Set the pipeline layout in `config` to that of the checkpoint that `pretrain` resumes from. All ranks call it
+    before `pretrain`. It does nothing without a checkpoint."""
     from megatron.bridge.training.utils import checkpoint_utils as files
 
     folder = config.checkpoint.load
@@ -93,7 +98,7 @@ def resume_layout(config: Any) -> None:
 
 
 def _layer_spec(provider: Any) -> Callable[[int | None], Any]:
-    """As Bridge's provider of a model determines it."""
+    """Virtual stage -> layer spec, as Bridge's model provider builds it."""
 
     def layer_spec(vp_stage: int | None) -> Any:
         spec = provider.transformer_layer_spec
@@ -106,7 +111,7 @@ def _layer_spec(provider: Any) -> Callable[[int | None], Any]:
 
 
 def _overrides(config: Any, chunks: Any) -> Any:
-    """The overrides of parameter groups that Bridge's optimizer got."""
+    """The `config_overrides` that Bridge passed to its optimizer."""
     from megatron.bridge.training.config import OptimizerConfigOverrideProviderContext as Context
 
     if getattr(config.model, "use_mup", False):

@@ -1,8 +1,8 @@
-"""Which balancers an adapter puts around a model, where the loop makes the adapter itself and hands it no settings.
+"""Settings of the balancers in an environment variable, for frameworks that construct the adapter themselves.
 
     MEGATRON_BALANCE='{"experts": {"replica_slots": 2}, "sequences": {}}'
 
-Without the variable experts are balanced, with the settings' defaults.
+Without the variable, only experts are balanced, with default settings.
 """
 
 import json
@@ -26,7 +26,7 @@ _SETTINGS = {"experts": ExpertConfig, "sequences": SequenceConfig}
 
 @dataclass(frozen=True)
 class Choice:
-    """Settings of the balancers that are on. cluster: speeds of the hardware. report: as for the balancers."""
+    """Settings of the balancers; None leaves one off. cluster: hardware speeds. report: as for the balancers."""
 
     experts: ExpertConfig | None = None
     sequences: SequenceConfig | None = None
@@ -35,7 +35,7 @@ class Choice:
 
     @classmethod
     def of_environment(cls) -> "Choice":
-        """As the variable says. Raises ValueError for what is not JSON, or no setting."""
+        """Read the settings from the variable. Raises ValueError for text that is not JSON and for unknown settings."""
         text = os.environ.get(VARIABLE, '{"experts": {}}')
         wanted = f"{VARIABLE}={text!r} is not a JSON object of settings, such as " + '{"experts": {"replica_slots": 2}}'
         try:
@@ -55,7 +55,7 @@ class Choice:
         return cls(**made)
 
     def around(self, chunks: Sequence[Any], job: Job) -> Balancers:
-        """The balancers of these model chunks, installed. All ranks call it together."""
+        """Make and install the balancers of these model chunks. All ranks call it together."""
         made: list[StepCallback] = []
         if self.experts is not None:
             made.append(ExpertBalancer(chunks, self.experts, job=job, cluster=self.cluster, report=self.report))

@@ -2,8 +2,8 @@
 
     --custom-megatron-before-train-step-hook-path megatron.balanced.loops.slime.before_step
 
-Settings come from the environment (`choice.py`). For others, make a `BeforeStep` in a module of your own and name that.
-slime calls the hook right before it looks its schedule up.
+Settings come from the environment (`choice.py`). To set them in code, make a `BeforeStep` in a module of your own and
+pass its path instead. slime calls the hook right before it looks up its schedule.
 """
 
 from typing import Any

@@ -26,7 +26,8 @@ def callback(base: type, choice: Choice) -> type:
         balancers: Balancers | None = None
 
         def on_train_begin(self) -> None:
-            """The model is wrapped, the optimizer built, and the schedule not yet looked up."""
+            """Make the balancers. The model is wrapped and the optimizer built. ms-swift has not looked up the schedule
+            yet."""
             super().on_train_begin()
             args: Any = self.trainer.args
             job = Job(args.seq_length, args.micro_batch_size, args.ddp_timeout / 60)
@@ -42,7 +43,7 @@ def callback(base: type, choice: Choice) -> type:
 
 
 def register(choice: Choice) -> None:
-    """Have ms-swift know the callback as `--callbacks balance`."""
+    """Register the callback with ms-swift as `--callbacks balance`."""
     from swift.megatron.callbacks import megatron_callbacks_map
     from swift.megatron.callbacks.base import MegatronCallback
 

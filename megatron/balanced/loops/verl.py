@@ -1,9 +1,9 @@
-"""Balancers in verl's Megatron backend: engines that verl takes for the vendor "balanced".
+"""Balancers in verl's Megatron backend: engines of the vendor "balanced".
 
     VERL_ENGINE_VENDOR=balanced MEGATRON_BALANCE='{"experts": {"replica_slots": 2}}' python -m verl.trainer.main_ppo ...
 
-verl finds `verl_plugin.py` by its entry point. Settings come from the environment (`choice.py`). For others, name
-a module of your own that calls `register` in VERL_USE_EXTERNAL_MODULES.
+verl finds `verl_plugin.py` by its entry point. Settings come from the environment (`choice.py`). To set them in code,
+write a module that calls `register` and name it in VERL_USE_EXTERNAL_MODULES.
 """
 
 from typing import Any
@@ -15,15 +15,16 @@ from megatron.balanced.shared.job import Job
 __all__ = ["VENDOR", "balanced", "register"]
 
 VENDOR = "balanced"
-TIMEOUT_MINUTES = 10.0  # of the balancers' collectives, as that of process groups whose timeout is not given
+TIMEOUT_MINUTES = 10.0  # of the balancers' collectives; torch's default for NCCL
 
 _registered: list[type] = []
 
 
 def balanced(engine: type, given: Choice, tokens: int = 8192) -> type:
-    """A subclass of a Megatron engine of verl with balancers, which leave the device when the model does.
+    """A subclass of one of verl's Megatron engines, with balancers. Replica slots leave the device when the model does.
 
-    tokens: of a micro-batch, roughly, for the costs of balanced experts; verl's differ from step to step.
+    tokens: approximate tokens of a micro-batch, for the cost model of balanced experts. The real number differs from
+        step to step.
     """
 
     class Balanced(engine):
@@ -32,7 +33,8 @@ def balanced(engine: type, given: Choice, tokens: int = 8192) -> type:
         _on_device = True
 
         def _build_lr_scheduler(self) -> Any:
-            """Of an engine that trains. Model and optimizer are on the device, and verl has set its hooks."""
+            """Make the balancers. Only engines that train call this method. Model and optimizer are on the device, and
+            verl has set its hooks."""
             scheduler = super()._build_lr_scheduler()
             self.balancers = self.choice.around(self.module, Job(tokens, 1, TIMEOUT_MINUTES))
             return scheduler
@@ -53,8 +55,8 @@ def balanced(engine: type, given: Choice, tokens: int = 8192) -> type:
 
 
 def register(choice: Choice, tokens: int = 8192) -> None:
-    """Have verl know the engines of actors and of critics. The first call counts: verl imports modules that are named
-    to it before those of entry points."""
+    """Register the engines of actors and critics with verl. Only the first call counts: verl imports
+    VERL_USE_EXTERNAL_MODULES before entry points, so settings in such a module replace those of the environment."""
     if _registered:
         return
     from verl.workers.engine.base import EngineRegistry

@@ -1,4 +1,5 @@
-"""What verl imports in each of its processes, by the entry point `verl.plugins`. Does nothing unless asked for."""
+"""verl imports this module in each of its processes, by the entry point `verl.plugins`. It registers the balanced
+engines if VERL_ENGINE_VENDOR is "balanced"."""
 
 import os
 

@@ -1,1 +1,1 @@
-"""Measurement of a run: what each part of a rank computes, and its events for the report."""
+"""Measures how long each part of a rank computes, and writes the events of the report."""

@@ -1,8 +1,8 @@
-"""Measurement of a run, for the report (`--balance-report`) and for the layer balancer, without changing the run.
+"""Measures a run, for the report (`--balance-report`) and for the layer balancer, without changing the run.
 
-Hooks mark when each part of the model computes (`megatron.balanced.observe.timing_hooks`). Marks are read one step
-later, when the device has passed them, and become one `RankRecord` an iteration. Every few iterations the records of
-all ranks are gathered and written (`megatron.balanced.observe.report_writer`).
+Hooks mark when each part of the model begins and ends (`megatron.balanced.observe.timing_hooks`). Marks are read one
+step later, so that the host does not wait for the device, and become one `RankRecord` an iteration. Every few
+iterations the records of all ranks are gathered and written (`megatron.balanced.observe.report_writer`).
 """
 
 import time
@@ -29,15 +29,15 @@ __all__ = ["Observer"]
 
 
 class Observer(StepCallback):
-    """Makes one `RankRecord` an iteration on every rank. Without a writer nothing is gathered or written.
+    """Makes one `RankRecord` an iteration on every rank.
 
-    writer: of the report.
-    interval: iterations that are gathered and written at a time.
-    measures: whether layers are balanced by the records.
+    writer: writes the report. None: nothing is gathered or written.
+    interval: iterations from one write to the next.
+    measures: whether the layer balancer uses the records.
     splits_rows: whether context-parallel ranks split a packed row as a whole, and not each document by itself.
 
-    measured: where layers are balanced, the last iteration (from 0) that the device has finished, and this rank's
-    record of it.
+    The attribute `measured` is (iteration from 0, record of this rank) of the last iteration that the device has
+    finished. It is None unless `measures`.
     """
 
     def __init__(
@@ -49,11 +49,11 @@ class Observer(StepCallback):
         self._config: Any = None  # of the model
         clock = CpuClock() if is_cpu() else CudaClock()
         self._hooks = TimingHooks(clock, counts_tokens=self._writer is not None)
-        self._steps: list[Step] = []  # that are not written yet
+        self._steps: list[Step] = []  # not written yet
 
     @property
     def weight_gradients(self) -> Callable[[torch.nn.Module, int], AbstractContextManager[None]]:
-        """A context manager around weight gradients of a layer of a model chunk that its backward pass left."""
+        """(layer, model chunk) -> a context manager that times the deferred weight gradients of the layer."""
         return self._hooks.weight_gradients
 
     @property
@@ -72,21 +72,21 @@ class Observer(StepCallback):
         self._hooks.watch_layer(layer, chunk)
 
     def before_release(self) -> None:
-        """Write all that is measured, while all ranks are there."""
+        """Write all measurements while all ranks are there."""
         self._close()
 
     def after_release(self, headed: torch.nn.Module | None) -> None:
-        """Write on from the last of the ranks that stay."""
+        """Continue the report on the last of the remaining ranks."""
         if self._writer is not None:
             self._writer.reopen()
         if headed is not None:
             self._hooks.watch_head(headed, 0)
 
-    # What balancers and batches add.
+    # Called by balancers and when a micro-batch begins.
 
     def note(self, event: dict[str, Any] | Callable[[], dict[str, Any]]) -> None:
-        """Add a line of a balancer to the log of the step in progress, or a function that gives it once the device has
-        passed the end of the step."""
+        """Add an event of a balancer to the step in progress. If it is a function, it is called for the event once the
+        device has passed the end of the step."""
         if self.step is not None:
             self.step.events.append(event)
 
@@ -95,11 +95,11 @@ class Observer(StepCallback):
     ) -> None:
         """A micro-batch enters its forward pass.
 
-        lengths_of: gives the tokens of each of its documents, for which the host may wait for the device. Called only
-            for a report.
+        lengths_of: returns the tokens of each document. The host may wait for the device here, so it is called only for
+            a report.
         chunk: the model chunk of this rank.
-        plan: how the documents are spread over ranks; None where Megatron-LM splits them.
-        place: of this rank among those of the plan.
+        plan: how the documents are spread over ranks; None if Megatron-LM splits them.
+        place: index of this rank among the ranks of the plan.
         """
         step = self.step
         if step is None:
@@ -123,13 +123,13 @@ class Observer(StepCallback):
             step.area += sum(zigzag_area([length], rank, ranks) for length in lengths)
 
     def parts(self, plan: Any, chunk: int) -> None:
-        """A micro-batch enters model chunk `chunk` in parts, by Megatron-LM's `plan`."""
+        """A micro-batch enters model chunk `chunk`, whose layers run in parts by Megatron-LM's schedule plan `plan`."""
         self._hooks.watch_plan(plan, chunk)
 
     # The step, and the record of it.
 
     def stop_measuring(self) -> None:
-        """From now on, measure for the report alone."""
+        """From now on, measure only for the report."""
         self._measures = False
 
     def begin_step(self, iteration: int, config: Any) -> None:
@@ -160,7 +160,7 @@ class Observer(StepCallback):
             del self._steps[:-1]
 
     def end_training(self) -> None:
-        """Write all that is measured, and complete the report's files."""
+        """Write all measurements and complete the report's files."""
         self._close()
 
     def _close(self) -> None:

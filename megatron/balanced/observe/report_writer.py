@@ -17,19 +17,19 @@ from balancing.report import EventLog, IterationRecord, RankRecord, TraceLog, ob
 
 __all__ = ["ReportWriter"]
 
-# A trace holds whole iterations of all ranks, so it is not rewritten after each of them.
+# Between two writes of trace.json. It holds whole iterations of all ranks, too much to rewrite after each of them.
 _TRACE_SECONDS = 60.0
 
 
 class ReportWriter:
     """Writes the report of a job into `directory`. One on each rank.
 
-    is_last: whether this is the last rank, which the process groups do not tell yet.
+    is_last: whether this is the last rank. Process groups do not exist yet.
     timeout: of each exchange.
-    kinds: of a hybrid model, the kind of each layer by name.
-    writers: gives the writers of TensorBoard and of W&B on this rank, None for one that it has not.
+    kinds: the kind of each layer by name, for a hybrid model.
+    writers: returns the TensorBoard and W&B writers of this rank, None for each that it lacks.
 
-    Raises ValueError if the directory cannot be written to.
+    Raises ValueError if the directory is not writable.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class ReportWriter:
 
 
 def _joined(iteration: int, ranks: list[RankRecord], config: ModelParallelConfig | None) -> IterationRecord:
-    """The record of an iteration, its ranks on one time axis, which begins when the first of them began."""
+    """The record of an iteration on all ranks. Time 0 is when the first rank began."""
     assert config is not None
     first = min(rank.start for rank in ranks)
     for rank in ranks:

@@ -1,16 +1,16 @@
 """Hooks that mark when each part of a model begins and ends, forward and backward, in every micro-batch.
 
-Parts are the layers, the embedding and the head; router hooks count tokens per expert. Megatron-LM's own timers of the
-schedule, wrapped, mark the calls of a whole stage. No mark waits for the device.
+A mark is a point in time on the device; the host does not wait for it. Parts are the layers, the embedding and the
+head. Router hooks count tokens per expert. Wrapped timers of Megatron-LM's schedule mark the calls of a whole stage.
 
-Module-level backward hooks do not serve: under recompute they fire early, and they keep a stage from freeing its
-outputs. Hooks on hidden states do: the gradient of a layer's output is there when its backward pass begins, that of its
-input when it ends.
+Backward passes are marked by hooks on hidden states. The gradient of a layer's output exists when its backward pass
+begins, and the gradient of its input when it ends. Backward hooks on modules would not work: under recompute they fire
+early, and they keep a stage from freeing its outputs.
 
-With `--overlap-moe-expert-parallel-comm` no layer runs as a whole. Megatron-LM's plan of a micro-batch consists of
-nodes, which run in turn with those of another micro-batch. Nodes that compute are marked, and so are those that send
-tokens to experts and back, on their own stream: what of a message no computation hides is a cost of its layer
-(`balancing.report.exposed`).
+With `--overlap-moe-expert-parallel-comm` no layer runs as a whole. Megatron-LM's schedule plan of a micro-batch
+consists of nodes, which alternate with the nodes of another micro-batch. Compute nodes are marked, and so are the nodes
+of the token all-to-all, on their own stream. The part of an all-to-all that no computation hides counts as a cost of
+its layer (`balancing.report.exposed`).
 """
 
 import weakref
@@ -42,14 +42,14 @@ class Step:
     iteration: from 0.
     began: seconds since the epoch.
     origin, end: marks.
-    spans: kind, layer or part, model chunk, micro-batch, and begin and end of each piece of work in it.
-    messages: to experts and back, of layers that run in parts: kind, layer, model chunk, micro-batch, begin and end.
+    spans: (kind, layer or part, model chunk, micro-batch, [(begin, end) of each piece of work]).
+    messages: token all-to-alls of layers that run in parts: (kind, layer, model chunk, micro-batch, begin, end).
     tokens: of this rank in all micro-batches.
     area: query-key pairs that attention computes on this rank.
     longest: tokens of the longest document.
     expert_tokens: by layer, int64 [experts]; on the host once the device has passed the end of the step.
-    events: lines of balancers, or functions that give them then.
-    record: made of the marks when they are read.
+    events: of balancers, or functions that return them once the device has passed the end of the step.
+    record: made from the marks when they are read.
     """
 
     iteration: int
@@ -67,20 +67,20 @@ class Step:
 
 
 class TimingHooks:
-    """Fills in the spans and the expert tokens of `step`, the iteration in progress; None when nothing is measured.
+    """Records spans and expert tokens in `step`, the iteration in progress. `step` is None when nothing is measured.
 
     clock: of the device.
-    counts_tokens: whether tokens of experts are counted, which only a report reads.
+    counts_tokens: whether to count tokens per expert. Only a report reads them.
     """
 
     def __init__(self, clock: DeviceClock, counts_tokens: bool = True) -> None:
         self.clock, self._counts_tokens = clock, counts_tokens
         self.step: Step | None = None
         self.micro_batch: dict[int, int] = {}  # chunk -> micro-batch in its forward pass
-        self._chunk = 0  # in its forward pass
+        self._chunk = 0  # the chunk that is in its forward pass
         self._backward_of = (0, 0)  # chunk and micro-batch
-        self._open: dict[_Part, tuple[int, Mark]] = {}  # in their backward pass
-        # The last output of a part whose gradient is waited for, and the parts of which it is the input.
+        self._open: dict[_Part, tuple[int, Mark]] = {}  # part in its backward pass -> micro-batch, begin
+        # The last output that has a gradient hook, and the parts whose input it is.
         self.boundary: tuple[Callable[[], torch.Tensor | None], list[_Part]] = (lambda: None), []
         self._call_begin: Mark = None
         self._latest: dict[bool, Any] = {}  # whether of a whole stage -> the last span that nodes were added to
@@ -118,13 +118,13 @@ class TimingHooks:
         if getattr(layer, "cuda_graphs", None) is None:
             layer.register_forward_pre_hook(part.enter)
             layer.register_forward_hook(leave, with_kwargs=True)
-        else:  # a replay runs no hooks, and nothing is captured that has some
+        else:  # a replay runs no hooks, and a module with hooks is not captured
             for name in ("forward", "_te_cuda_graph_replay"):
                 setattr(layer, name, _between(getattr(layer, name), partial(part.enter, layer), partial(leave, layer)))
 
     def _watch_router(self, router: TopKRouter, number: int, layer: torch.nn.Module) -> None:
         replays: Replays[None] = Replays()
-        its_layer = weakref.ref(layer)  # a layer that leaves is freed at once
+        its_layer = weakref.ref(layer)  # weak, so that a layer that leaves is freed at once
 
         def count(module: torch.nn.Module, args: tuple, output: Any) -> None:
             if self.step is None or not module.training:
@@ -139,7 +139,7 @@ class TimingHooks:
         router.register_forward_hook(count)
 
     def _watch_embedding(self, embedding: torch.nn.Module, chunk: int, mtp: "_Part | None") -> None:
-        """Put hooks on the embedding, without its passes in multi-token prediction, which belong to `mtp`."""
+        """Put hooks on the embedding. Its passes in multi-token prediction are part of `mtp`."""
         part = _Part(self, "embedding", chunk)
 
         def enter(module: torch.nn.Module, *unused: Any) -> None:
@@ -161,8 +161,8 @@ class TimingHooks:
         return part
 
     def watch_head(self, model: torch.nn.Module, chunk: int) -> None:
-        """Put hooks on the head: from the first input of the output layer, which multi-token prediction calls more than
-        once, to the end of the model's loss, and back."""
+        """Put hooks on the head. It begins with the first call of the output layer and ends with the model's loss.
+        Multi-token prediction calls the output layer more than once."""
         part = _Part(self, "head", chunk)
         hidden_in: list[torch.Tensor] = []
 
@@ -177,7 +177,7 @@ class TimingHooks:
         model.output_layer.register_forward_pre_hook(enter)
         model.register_forward_hook(leave)
 
-    # Parts of a model that run in turn with those of another micro-batch.
+    # Parts of a model that alternate with parts of another micro-batch.
 
     def watch_plan(self, plan: Any, chunk: int) -> None:
         """Mark the nodes of the micro-batch that enters its forward pass in model chunk `chunk`.
@@ -198,11 +198,11 @@ class TimingHooks:
                     self._watch_node(node, part, chunk, self._add_message)
         nodes += [("head", plan.post_process)] if model.post_process else []
         for part, node in nodes:
-            if isinstance(node, ScheduleNode):  # others do nothing
+            if isinstance(node, ScheduleNode):  # other nodes do nothing
                 self._watch_node(node, part, chunk, self._add_piece)
 
     def _watch_node(self, node: ScheduleNode, part: int | str, chunk: int, add: Callable[..., None]) -> None:
-        """Have `add` called with what `node` ran. Its methods mark on its stream, behind what this stream waits for."""
+        """Call `add` after each run of `node`. Marks are on the node's stream, behind what this stream waits for."""
         micro_batch = self.micro_batch.get(chunk, 0)
 
         def timed(run: Callable, kind: str) -> Callable:
@@ -217,12 +217,12 @@ class TimingHooks:
         node.forward_func = timed(node.forward_func, "forward")
         node.backward_func = timed(node.backward_func, "backward")
         if getattr(node, "delay_wgrad_compute", False):
-            weight_gradients = weakref.WeakMethod(node.backward_dw)  # of the node, which would keep itself
+            weight_gradients = weakref.WeakMethod(node.backward_dw)  # weak, else the node would refer to itself
             node.backward_dw = timed(lambda: weight_gradients()(), "backward")
 
     def _add_piece(self, kind: str, part: int | str, chunk: int, micro_batch: int, begin: Mark) -> None:
-        """Add what was computed since `begin` to the span of its part, and to that of the stage's forward or backward
-        pass, unless another one came in between."""
+        """Add the computation since `begin` to the span of its part and to the span of the stage's forward or backward
+        pass. If another span came in between, begin a new one."""
         if self.step is None:
             return
         piece = begin, self.clock.mark()
@@ -234,13 +234,13 @@ class TimingHooks:
             latest[-1].append(piece)
 
     def _add_message(self, kind: str, part: int | str, chunk: int, micro_batch: int, begin: Mark) -> None:
-        """Add what was sent to experts or back since `begin`."""
+        """Add the token all-to-all since `begin`."""
         if self.step is not None:
             self.step.messages.append((kind, part, chunk, micro_batch, begin, self.clock.mark()))
 
     @contextmanager
     def weight_gradients(self, layer: torch.nn.Module, chunk: int) -> Iterator[None]:
-        """Around weight gradients of `layer` that its backward pass left for later."""
+        """A context that times deferred weight gradients of `layer`."""
         begin = self.clock.mark()
         yield
         if self.step is not None:
@@ -300,7 +300,7 @@ class TimingHooks:
             step.expert_tokens = dict(zip(step.expert_tokens, counts, strict=True))
 
     def open_backward(self, part: "_Part", micro_batch: int, following: "list[_Part]") -> None:
-        """The backward pass of `part` begins, where those of `following` end."""
+        """The backward pass of `part` begins, and those of `following` end."""
         now = self.clock.mark()
         for other in following:
             self._close(other, now)
@@ -318,7 +318,7 @@ class TimingHooks:
 
 
 def _between(run: Callable, enter: Callable, leave: Callable) -> Callable:
-    """`run` with calls before and after it, as those of a module's hooks."""
+    """`run` with calls before and after it, like the forward hooks of a module."""
 
     @wraps(run)
     def run_between(*args: Any, **kwargs: Any) -> Any:
@@ -331,7 +331,7 @@ def _between(run: Callable, enter: Callable, leave: Callable) -> Callable:
 
 
 class _Part:
-    """A layer, the embedding or the head of one model chunk, as it is timed."""
+    """The timing of one part of a model chunk: a layer, the embedding, multi-token prediction or the head."""
 
     def __init__(self, hooks: TimingHooks, layer: int | str, chunk: int) -> None:
         self.hooks, self.layer, self.chunk = hooks, layer, chunk
@@ -381,13 +381,13 @@ class _StageTimer:
 
 
 class _StageTimers:
-    """Megatron-LM's timers as the schedule sees them: those of whole stages call the hooks as well."""
+    """Megatron-LM's timers, wrapped for the schedule: the timers of whole stages also call the hooks."""
 
     def __init__(self, timers: Any, hooks: TimingHooks) -> None:
         self.timers, self._hooks = timers, hooks
 
     def __call__(self, name: str, log_level: int | None = None) -> Any:
-        # A loop of one's own may have no timers.
+        # Other loops than Megatron-LM's may have no timers.
         timer = DummyTimer() if self.timers is None else self.timers(name, log_level=log_level)
         if name == "forward-compute":
             return _StageTimer(timer, self._hooks.begin_call, self._hooks.end_forward_call)

@@ -1,1 +1,1 @@
-"""What the balancers have in common: callbacks of a step, process groups, the state of optimizers."""
+"""Shared by all balancers: callbacks of a step, process groups, and optimizer state."""

@@ -26,10 +26,10 @@ __all__ = [
 
 
 class HeldBytes(NamedTuple):
-    """Bytes of this rank's device that a callback needs beside the model.
+    """Device memory in bytes that a callback needs on this rank, in addition to the model.
 
-    layers: for each layer of this rank that has some, by its number in the model from 0; they go where the layer goes.
-    buffers: of any rank, whichever layers it has.
+    layers: layer number (from 0) -> bytes that move with this layer.
+    buffers: bytes that a rank needs whichever layers it has.
     """
 
     layers: Mapping[int, float] = MappingProxyType({})
@@ -53,17 +53,16 @@ class StepCallback:
     report: Callable[[dict[str, Any]], None] = staticmethod(_no_report)
 
     def attach(self, chunks: list[Any]) -> None:
-        """The model has been built. `chunks`: this rank's model chunks, wrapped for data parallelism, which presupposes
-        that no module is replaced from now on; the list and the wrappers stay the same for the whole run. The optimizer
-        is built afterwards."""
+        """The model has been built; the optimizer has not. `chunks`: this rank's model chunks, wrapped for data
+        parallelism. The list and the wrappers stay the same for the whole run. Do not replace modules from now on:
+        data parallelism refers to them."""
 
     def begin_step(self, iteration: int, config: Any) -> None:
         """Before iteration `iteration` (from 0). `config` is the model's config, which the schedule reads."""
 
     def begin_schedule(self) -> None:
-        """Before the first forward pass. If a loss looks wrong, Megatron-LM runs the schedule of the iteration again to
-        tell a faulty device from a faulty model, and so it does where a rank got more tokens than fit
-        (--moe-expert-rank-capacity-factor); the schedule then begins and ends twice within the step."""
+        """Before the first forward pass. The schedule may begin and end twice within a step: Megatron-LM runs it again
+        if a loss looks wrong, or if a rank got more tokens than --moe-expert-rank-capacity-factor allows."""
 
     def end_schedule(self) -> None:
         """After the last backward pass and gradient reduction, before the optimizer's step."""
@@ -72,22 +71,23 @@ class StepCallback:
         """After the optimizer's step."""
 
     def layer_arrived(self, layer: Any, chunk: int) -> None:
-        """`layer` has moved to model chunk `chunk` of this rank, with its weights, buffers and optimizer state. The
-        module is a new one: hooks on the module that the layer was on its old rank have not come with it."""
+        """`layer` has moved to model chunk `chunk` of this rank, with its weights, buffers and optimizer state. It is a
+        new module, without the hooks that the layer had on its old rank."""
 
     def layers_moved(self) -> None:
         """Layers have moved, perhaps not to or from this rank. Gradient buffers, buckets and optimizer have been
         rebuilt on every rank. Called after `layer_arrived` and `after_release`, before the step goes on."""
 
     def before_release(self) -> None:
-        """Before the ranks of the last pipeline stages leave the job: the last call on those ranks."""
+        """The ranks of the last pipeline stages are about to leave the job. These ranks get no further call."""
 
     def after_release(self, headed: Any | None) -> None:
-        """The ranks of the last stages have left, and process groups and world size are those of the others. `headed`:
-        this rank's model if it has got the final norm and the head, else None."""
+        """The ranks of the last stages have left. Process groups and world size cover the remaining ranks. `headed`:
+        this rank's model if it received the final norm and the head, else None."""
 
     def held(self) -> HeldBytes:
-        """The memory that it needs, for others that plan with what is free. Called between steps, and at `attach`."""
+        """The memory that this callback needs, for planners of the free memory. Called between steps and at
+        `attach`."""
         return HeldBytes()
 
     def end_training(self) -> None:
@@ -96,8 +96,8 @@ class StepCallback:
 
 
 class Trained(NamedTuple):
-    """What the training loop holds: model chunks, their optimizer, the scheduler of its learning rate, the iterator of
-    micro-batches, or one for each model chunk, and the schedule of micro-batches, in Megatron-LM's wrappers."""
+    """Objects of the training loop: model chunks, optimizer, learning-rate scheduler, data iterator (a list with one
+    for each model chunk if there are several), and the schedule, in Megatron-LM's wrappers."""
 
     model: Any
     optimizer: Any
@@ -112,7 +112,7 @@ _schedule: list[Callable] = []
 
 
 def use_schedule(schedule: Callable | None) -> None:
-    """Run `schedule` in the following steps instead of the one that the training loop chose; None restores that one."""
+    """Run `schedule` in later steps instead of the training loop's own; None restores the loop's own."""
     _schedule[:] = [schedule] if schedule is not None else []
 
 
@@ -145,7 +145,7 @@ def _end_schedule() -> None:
 
 
 def _run_again(runner: PagedStashRunner, is_training: bool = True) -> None:
-    """In the place of `runner.prepare_for_rerun`, between two runs of the schedule in one step."""
+    """Replaces `runner.prepare_for_rerun`, which Megatron-LM calls between two runs of the schedule in one step."""
     _end_schedule()
     PagedStashRunner.prepare_for_rerun(runner, is_training)
     _begin_schedule()

@@ -1,7 +1,7 @@
-"""Errors of bad input that say where it is bad."""
+"""Errors for bad input."""
 
 __all__ = ["LocalError"]
 
 
 class LocalError(ValueError):
-    """Bad input that other machines of the job may not have, such as a missing file."""
+    """Bad input on this machine, such as a missing file. Other machines of the job may not have it."""

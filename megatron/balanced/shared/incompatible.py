@@ -1,7 +1,7 @@
-"""Flags of Megatron-LM, and fields of its configs, that are incompatible with a feature: one table for all balancers.
+"""Megatron-LM flags and config fields that are incompatible with a feature: one table for all balancers.
 
-Most of these flags would make numbers wrong or hang without a word, because they replace a module that the feature
-replaces, keep state in places that it does not read, or replay work that it changes. They are refused at start-up.
+They are refused at start-up. Most of them would give wrong numbers or hang without an error: they replace a module that
+the feature replaces, keep state that the feature does not read, or replay work that the feature changes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,12 +10,12 @@ from typing import Any
 
 __all__ = ["INCOMPATIBLE", "Incompatible", "IncompatibleError", "check_compatible", "refused", "shown"]
 
-# Features. Balanced experts that are not Transformer Engine's are checked as OWN_EXPERTS, too.
+# Features. Balanced experts without Transformer Engine are also checked as OWN_EXPERTS.
 OWN_EXPERTS = "own experts"
 EXPERTS, SEQUENCES, LAYERS, RELEASE, REPORT = "experts", "sequences", "layers", "release", "report"
-# Sequences are checked as SEQUENCES_OF_DATA, too, where data-parallel ranks share micro-batches.
+# Sequences are also checked as SEQUENCES_OF_DATA if data-parallel ranks share micro-batches,
 SEQUENCES_OF_DATA = "sequences of data-parallel ranks"
-# And as SEQUENCES_OF_STEP where documents are dealt over the micro-batches of a step.
+# and as SEQUENCES_OF_STEP if documents are distributed over the micro-batches of a step.
 SEQUENCES_OF_STEP = "sequences of a step"
 FILL = "fill"  # --fill-with-weight-gradients
 HYBRID = "hybrid"  # --hybrid-layer-pattern
@@ -70,13 +70,13 @@ def check_compatible(
     also: Sequence[tuple[str, str, str]] = (),
     table: Sequence[Incompatible] | None = None,
 ) -> None:
-    """Raise IncompatibleError, which explains the first, for values in `args` that are incompatible with `feature`.
+    """Raise IncompatibleError if values in `args` are incompatible with `feature`. The message explains the first.
 
     args: Megatron-LM's arguments.
     feature: one or several of the features above.
     given: the flag that switched the feature on, as the user gave it.
-    also: further flags that are incompatible, each as the user gave it, with why and the way out.
-    table: in the place of the one below, whose features are then those of its rows.
+    also: further incompatible flags: (flag as the user gave it, why, way out).
+    table: used instead of INCOMPATIBLE; `feature` then names features in its rows.
     """
     rows = refused(vars(args), feature, table)
     found = [(shown(row.flag, getattr(args, row.flag)), row.why, row.instead) for row in rows] + list(also)

@@ -1,4 +1,4 @@
-"""What balancers know of a run beside `megatron.core`'s configs and process groups."""
+"""Facts about a run that `megatron.core`'s configs and process groups do not have."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ __all__ = ["Job"]
 
 @dataclass(frozen=True)
 class Job:
-    """A run, as whoever starts it describes it.
+    """Sizes and timeout of a run.
 
     seq_length: tokens of a sample.
     micro_batch_size: samples of a micro-batch.

@@ -1,7 +1,7 @@
-"""Models that a balancer cannot take: what a loop of one's own has made is looked at before anything is changed.
+"""Checks whether a balancer supports a finished model, before the balancer changes anything.
 
-The rows of `megatron.balanced.shared.incompatible` hold for fields of `megatron.core`'s configs as for the flags of
-Megatron-LM, which have the same names.
+Config fields of `megatron.core` have the names of Megatron-LM's flags, so the rows of
+`megatron.balanced.shared.incompatible` apply to both.
 """
 
 import re
@@ -20,13 +20,13 @@ __all__ = ["check_model", "mark_model", "unmark_model"]
 
 _CAPTURED = "a graph that was captured repeats what the plain model does"
 _OWN = "Megatron-LM balances experts itself then"
-# In the place of rows about graphs that `pretrain_gpt.py` captures again.
+# Replace the table's rows about CUDA graphs, since only `pretrain_gpt.py` captures them again.
 _GRAPHS = (
     Incompatible("cuda_graph_impl", ("none", None), (), _CAPTURED, "use none"),
     Incompatible("enable_cuda_graph", (None,), (), _CAPTURED),
     Incompatible("external_cuda_graph", (None,), (), _CAPTURED),
 )
-# Balancers of Megatron-LM that 0.19.2 does not have, and what `pretrain_gpt.py` finds out from several flags.
+# Megatron-LM's own balancers, of versions after 0.19.2, and what `pretrain_gpt.py` derives from several flags.
 _OF_EXPERTS = (
     Incompatible("moe_enable_echo", (None,), (), _OWN),
     Incompatible("moe_enable_scheduler", (None,), (), _OWN),
@@ -37,12 +37,12 @@ _OF_EXPERTS = (
 )  # fmt: skip
 _FEATURES = {"ExpertBalancer": EXPERTS, "LayerBalancer": LAYERS}
 _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.uint8: "fp8"}
-_MARK = "balanced_by"  # on a model chunk: the kinds of balancers that it has
+_MARK = "balanced_by"  # attribute of a model chunk: class names of its balancers
 
 
 def check_model(kind: str, chunks: Sequence[torch.nn.Module], optimizer: Any = None) -> None:
-    """Raise ValueError, in one line that says the way out, for model chunks that a balancer of class `kind` cannot
-    take. optimizer: of the model, if the balancer needs it."""
+    """Raise ValueError if a balancer of class `kind` does not support the model chunks. The message is one line, with
+    the way out. optimizer: of the model, if the balancer needs it."""
     for chunk in chunks:
         _check_wrapped(chunk)
         if kind in vars(chunk).get(_MARK, ()):
@@ -61,13 +61,13 @@ def check_model(kind: str, chunks: Sequence[torch.nn.Module], optimizer: Any = N
 
 
 def mark_model(kind: str, chunks: Sequence[torch.nn.Module]) -> None:
-    """The chunks have a balancer of class `kind`, until `unmark_model`."""
+    """Record that the chunks have a balancer of class `kind`, until `unmark_model`."""
     for chunk in chunks:
         vars(chunk).setdefault(_MARK, set()).add(kind)
 
 
 def unmark_model(kind: str, chunks: Sequence[torch.nn.Module]) -> None:
-    """The chunks may get another balancer of class `kind`."""
+    """Allow another balancer of class `kind` on the chunks."""
     for chunk in chunks:
         vars(chunk).get(_MARK, set()).discard(kind)
 
@@ -87,7 +87,7 @@ def _check_wrapped(chunk: torch.nn.Module) -> None:
 
 
 def _check_groups(chunks: Sequence[torch.nn.Module]) -> None:
-    """Balancers take the process groups of `parallel_state`. Models may have been built with other ones."""
+    """Balancers use the process groups of `parallel_state`. Raise ValueError if the model was built with others."""
     if not parallel_state.model_parallel_is_initialized():
         raise ValueError(
             "megatron.core.parallel_state has no process groups, which balancers take; call initialize_model_parallel "

@@ -1,18 +1,19 @@
-"""Access to the state that Megatron-LM's optimizers keep for a parameter: find it, take it out, put it back.
+"""Find, take out and put back the state that Megatron-LM's optimizers keep for a parameter.
 
-The FP32 optimizer keeps moments for the parameter itself, the mixed-precision optimizer for a main parameter in
-float32, and the distributed optimizer for the shard of either that this data-parallel rank owns. Here all three have
-one form: flat tensors that cover elements start to stop of a parameter. New optimizers leave out parameters that no
-longer require a gradient, so their state is dropped.
+The FP32 optimizer keeps moments for the parameter itself. The mixed-precision optimizer keeps them for a main parameter
+in float32. The distributed optimizer keeps them for this data-parallel rank's shard of either. This module represents
+all three as flat tensors that cover elements start to stop of a parameter. A new optimizer leaves out parameters that
+require no gradient, so their state is dropped.
 
-With --use-precision-aware-optimizer Transformer Engine's FusedAdam may keep moments in bfloat16, and a main parameter
-in float32 as the 16 bits that the weight in bfloat16 lacks. State is carried as it is stored. State with a scale for
-each tensor, in float16 or 8 bits, is refused, and so is state on the host.
+With --use-precision-aware-optimizer, Transformer Engine's FusedAdam may keep moments in bfloat16. It may store a main
+parameter in float32 as the 16 bits that the bfloat16 weight lacks. State moves as it is stored. State with a scale for
+each tensor (float16 or 8 bits) is refused, and so is state on the host.
 
-Muon keeps one momentum for a matrix and leaves the rest to Adam. The layer-wise distributed optimizer gives each
-data-parallel rank whole parameters, by turns among all of a stage in the order of their size, so that a move may change
-who has those of layers that stay. Megatron-LM decides when it makes the optimizer; until then every rank gets the whole
-state. Its buffers are not sharded: `pretrain_gpt.py` of 0.19.2 does not use the layout that it has for that.
+Muon keeps one momentum for each matrix. Adam updates the other parameters. The layer-wise distributed optimizer gives
+each data-parallel rank whole parameters: it assigns the parameters of a stage round-robin in the order of their size.
+So a move may change the owner of parameters whose layers stay. Megatron-LM assigns them when it builds the new
+optimizer; until then every rank gets the whole state. The buffers of this optimizer are not sharded, since
+`pretrain_gpt.py` of 0.19.2 does not use the layout for that.
 """
 
 import contextlib
@@ -47,7 +48,7 @@ __all__ = [
     "take",
 ]
 
-MAIN = "main"  # the main parameter; the other kinds of state have the names of torch's optimizer
+MAIN = "main"  # kind of the main parameter; other kinds have the names that torch's optimizer uses
 
 
 @dataclass
@@ -68,8 +69,10 @@ class ParameterState:
 class Part(NamedTuple):
     """The part of a parameter that this rank's optimizer steps.
 
-    parameter: of the model. main: the tensor that torch's `optimizer` steps in its place; a view of the parameter where
-    Transformer Engine keeps main parameters as state. start, stop: the elements of the flat parameter that it covers.
+    parameter: of the model.
+    main: the tensor that torch's `optimizer` updates instead of the parameter. It is a view of the parameter if
+        Transformer Engine keeps main parameters as state.
+    start, stop: the elements of the flat parameter that `main` covers.
     """
 
     parameter: torch.nn.Parameter
@@ -105,7 +108,7 @@ def parts(optimizer: ChainedOptimizer) -> Iterator[Part]:
 
 
 def _chained(optimizer: ChainedOptimizer) -> Iterator[Any]:
-    """Megatron-LM's optimizers in the chain, also in chains in it, but for those without parameters."""
+    """The optimizers of a chain and of nested chains, except those without parameters."""
     for each in optimizer.chained_optimizers:
         if isinstance(each, ChainedOptimizer):
             yield from _chained(each)
@@ -140,7 +143,7 @@ class Taken(NamedTuple):
 
     states: parameter -> its state on this rank.
     scalers: the gradient scaler of each chained optimizer, or None.
-    group_step: the number of steps where the optimizer counts them once a group, else None.
+    group_step: the number of steps if the optimizer counts them once a parameter group, else None.
     """
 
     states: dict[torch.nn.Parameter, ParameterState]
@@ -158,10 +161,10 @@ def state_bytes(
 ) -> float:
     """Bytes that the optimizer keeps on this rank for each element of a parameter of `ddp`.
 
-    Adam has two moments, Muon one for each matrix but the embedding and the head; beside them there is a main parameter
-    if weights have fewer bits than float32. A distributed optimizer shards them over data-parallel ranks.
+    Adam keeps two moments. Muon keeps one for each matrix except the embedding and the head. If weights have fewer bits
+    than float32, there is also a main parameter. A distributed optimizer shards all of these over data-parallel ranks.
 
-    config: the optimizer's, which may ask for other types than float32.
+    config: of the optimizer; it may set other types than float32.
     """
     moments = 1 if of_matrix and config is not None and config.optimizer == "muon" else 2
     whole = moments * max(dtype.itemsize, 4) + (4 if dtype.itemsize < 4 else 0)
@@ -213,8 +216,8 @@ def take(optimizer: ChainedOptimizer) -> Taken:
 def stash_in_gradients(states: Mapping[torch.nn.Parameter, ParameterState]) -> None:
     """Store main parameters in the memory of gradients, which is unused between two steps.
 
-    The new optimizer allocates its own main parameters before the old ones can be copied there, so both would be in
-    memory together.
+    The new optimizer allocates its main parameters before the old ones can be copied to them. Without the stash, both
+    would be in memory at once.
     """
     for parameter, state in states.items():
         main, gradient = state.tensors.get(MAIN), getattr(parameter, "main_grad", None)
@@ -230,10 +233,10 @@ def put_back(
     scalers: list[Any],
     group_step: int | None,
 ) -> None:
-    """Fill `new` with the given state and make `optimizer`, which others refer to, equal to it.
+    """Fill `new` with the given state, then give its contents to `optimizer`, to which other objects refer.
 
-    optimizer: the one that `take` has emptied.
-    new: built for the present parameters.
+    optimizer: emptied by `take`.
+    new: built for the current parameters.
     states: parameter -> state of the elements that `new` steps on this rank.
     scalers, group_step: as `take` returned them.
 
@@ -290,7 +293,7 @@ def bucket_layout(ddp: DistributedDataParallel, chunk: int) -> FullParamLayout |
 def future_ranges(
     ddp: DistributedDataParallel, layout: FullParamLayout | None
 ) -> dict[torch.nn.Parameter, tuple[int, int]]:
-    """Parameter -> the elements, start and stop, whose state this rank will hold; parameters without any are absent."""
+    """Parameter -> (start, stop), the elements whose state this rank will hold. Parameters without any are absent."""
     if layout is None:
         return {p: (0, p.numel()) for p in ddp.module.parameters() if p.requires_grad}
     ranges = {}
@@ -307,13 +310,13 @@ def future_ranges(
 
 
 def place_weights(layout: FullParamLayout | None, arrived: Iterable[torch.nn.Module]) -> list[torch.Tensor | None]:
-    """Allocate the flat buffers of weights of `layout`, and move parameters there. Returns the buffers in its order,
-    None for weights in MXFP8, which are gathered through the buffer of gradients.
+    """Allocate the flat weight buffers of `layout` and move parameters into them. Returns the buffers in the order of
+    `layout`; None for weights in MXFP8, which are gathered through the gradient buffer.
 
     arrived: modules whose weights have no content yet.
 
-    Megatron-LM allocates buffers of weights together with those of gradients. The weights would then be in memory twice
-    beside these. Here they move while there are no gradients; `placed_weights` gives Megatron the buffers.
+    Megatron-LM allocates weight and gradient buffers together. The weights would then be in memory twice, next to the
+    gradients. Here weights move before gradient buffers exist; `placed_weights` then passes the buffers to Megatron-LM.
     """
     empty = {parameter for module in arrived for parameter in module.parameters()}
     buffers: list[torch.Tensor | None] = []
@@ -336,9 +339,9 @@ def place_weights(layout: FullParamLayout | None, arrived: Iterable[torch.nn.Mod
 
 @contextlib.contextmanager
 def placed_weights(buffers: list[torch.Tensor | None]) -> Iterator[None]:
-    """A context in which Megatron-LM's flat buffers get the weights that `place_weights` has placed in `buffers`, not
-    new memory for them. The copy of weights there is then one of a tensor to itself."""
-    # It allocates memory for weights and then for gradients of each buffer, or one memory for both.
+    """A context in which Megatron-LM uses the `buffers` of `place_weights` instead of allocating weight buffers. When
+    it copies the weights there, it copies each tensor to itself."""
+    # For each buffer it allocates weights and then gradients, or one memory for both.
     allocations = [memory for weights in buffers for memory in ((None,) if weights is None else (weights, None))]
     with _Allocations(allocations):
         yield
@@ -346,7 +349,7 @@ def placed_weights(buffers: list[torch.Tensor | None]) -> Iterator[None]:
 
 
 class _Allocations(TorchFunctionMode):
-    """Has Megatron-LM's buffers take their memory from a list, and allocate it where this has None."""
+    """Megatron-LM's buffers take their memory from a list. For an entry of None they allocate it."""
 
     def __init__(self, allocations: list[torch.Tensor | None]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Process groups: a second group of the same ranks, and the part of the cluster that a group runs on."""
+"""Process groups: duplicate or split a group, gather objects, find the part of the cluster that a group runs on."""
 
 import datetime
 import os
@@ -14,8 +14,8 @@ from balancing.messages import connect
 
 __all__ = ["SocketLimitError", "cluster_of", "duplicate_group", "gather_objects", "options_like", "split_group"]
 
-_SPARE_FILES = 256  # that a rank may open beside sockets of a new group
-_OPTIONS = ("cga_cluster_size", "max_ctas", "min_ctas", "net_name")  # that a user can set
+_SPARE_FILES = 256  # files that a rank may open in addition to the sockets of a new group
+_OPTIONS = ("cga_cluster_size", "max_ctas", "min_ctas", "net_name")  # NCCL options that a user can set
 
 
 class SocketLimitError(ValueError):
@@ -25,7 +25,7 @@ class SocketLimitError(ValueError):
 def cluster_of(ranks: list[int], cluster: Cluster | None) -> Cluster:
     """The part of `cluster` that a group of global `ranks` runs on, with ranks numbered within the group.
 
-    cluster: of the whole job. Without it the launcher tells which ranks share a node, and speeds are those of a preset.
+    cluster: of the whole job. None: the launcher tells which ranks share a node, and speeds are those of a preset.
     """
     per_node = detect_launch().ranks_per_node if cluster is None else cluster.ranks_per_node
     nodes = len({rank // per_node for rank in ranks})
@@ -35,20 +35,21 @@ def cluster_of(ranks: list[int], cluster: Cluster | None) -> Cluster:
 
 
 def duplicate_group(group: dist.ProcessGroup, timeout_minutes: float, *, on_host: bool = False) -> dist.ProcessGroup:
-    """A new group of the ranks of `group`, so that messages of both do not mix. All ranks of the job call it together.
+    """A new process group with the ranks of `group`, so that messages of the two do not mix. All ranks of the job call
+    it together.
 
     timeout_minutes: of the new group.
-    on_host: make it on gloo, for small messages that hosts exchange without waiting for their devices. Otherwise it has
-        the NCCL options of `group`.
+    on_host: use gloo, for small messages that hosts exchange without waiting for their devices. Otherwise the new group
+        has the NCCL options of `group`.
 
-    Raises SocketLimitError if this rank may not open a socket to each rank of a group on the host.
+    Raises SocketLimitError if `on_host` and this rank may not open a socket to each rank.
     """
     return _new_group(dist.get_process_group_ranks(group), group, timeout_minutes, on_host)
 
 
 def split_group(group: dist.ProcessGroup, parts: int, timeout_minutes: float) -> dist.ProcessGroup:
-    """The part of `group` that this rank is in, if it is cut into equal parts of neighbours, as a new group. All ranks
-    of the job call it together. timeout_minutes: of the new group."""
+    """Split `group` into equal parts of neighbouring ranks. Returns a new process group for the part with this rank.
+    All ranks of the job call it together. timeout_minutes: of the new group."""
     ranks = dist.get_process_group_ranks(group)
     size = len(ranks) // parts
     first = ranks.index(dist.get_rank()) // size * size
@@ -63,8 +64,8 @@ def gather_objects(local: Any, process_group: dist.ProcessGroup) -> list[Any]:
 
 
 def options_like(process_group: dist.ProcessGroup, timeout: datetime.timedelta) -> Any:
-    """The NCCL options that the user gave `process_group` (--nccl-communicator-config-path,
-    --high-priority-stream-groups), for a group beside it; None on other backends."""
+    """A copy of the NCCL options that the user set for `process_group` (--nccl-communicator-config-path,
+    --high-priority-stream-groups); None on other backends."""
     if dist.get_backend(process_group) != "nccl":
         return None
     given = process_group._get_backend(torch.device("cuda")).options
@@ -97,7 +98,7 @@ def _new_group(ranks: list[int], like: dist.ProcessGroup, timeout_minutes: float
 
 
 def _allow_sockets(ranks: int) -> None:
-    """Let this process open a socket to each of so many ranks, as gloo does in each group."""
+    """Raise this process's limit of open files so that gloo can open a socket to each of `ranks` ranks."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     opened = len(os.listdir("/proc/self/fd"))
     needed = opened + ranks + _SPARE_FILES

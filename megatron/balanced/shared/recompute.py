@@ -20,7 +20,8 @@ class Replays[T]:
         self._waiting: deque[T] = deque()
 
     def decide(self, decide: Callable[[], T]) -> tuple[T, bool]:
-        """The result of `decide` in a first pass, or the one of the pass that is recomputed; and whether it is."""
+        """Returns the result of `decide` in a first pass, or the stored result if this pass recomputes a first pass;
+        and whether this pass is a recomputation."""
         if torch.is_grad_enabled() and self._waiting:
             return self._waiting.popleft(), True
         decided = decide()
