@@ -1,11 +1,10 @@
-"""Layer balancing in Megatron-LM's training loop (`--balance-layers`): when to decide, and carrying decisions out.
+"""Layer balancing (`--balance-layers`): when to decide, and how a decision is carried out.
 
 Every `--layer-balance-interval` iterations, between two steps, all ranks make the same decision from measured costs
-(`megatron.balanced.layers.planning`). If the decision is to move layers, they move
-(`megatron.balanced.layers.mover`) and training continues with the same numbers. The gate then watches the measured
-steps and takes back a move that made them slower. Where the plan in force is the best one and the user allows it, the
-pipeline gets shorter if that saves GPU-hours: the last stages send their layers away and leave the job
-(`megatron.balanced.layers.repack`).
+(`megatron.balanced.layers.planning`). If layers move (`megatron.balanced.layers.mover`), training continues with the
+same numbers. The gate then watches the measured steps and reverts a move that made them slower. If the current plan is
+the best one and the user allows it, the pipeline gets shorter where that saves GPU-hours: the last stages send their
+layers to other stages and leave the job (`megatron.balanced.layers.repack`).
 """
 
 from collections.abc import Callable
@@ -33,11 +32,11 @@ __all__ = ["LayerBalancer"]
 class LayerBalancer(StepCallback):
     """One on each rank; all ranks make the same decisions.
 
-    config: of this balancer.
-    source: of the layers of the model.
-    observer: measures what each iteration costs this rank, and is given the events.
-    loop: that trains the model.
-    report: receives the events; the observer by default.
+    config: settings of this balancer.
+    source: builds the layers of the model.
+    observer: measures the iterations of this rank.
+    loop: the training loop.
+    report: receives the events; `observer.note` by default.
     """
 
     def __init__(
@@ -59,8 +58,8 @@ class LayerBalancer(StepCallback):
         self._repacker = Repacker(config, loop.log_interval)
 
     def before_wrapping(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
-        """Connect the ranks of the job before others measure what memory is free. Returns `chunks`, as Megatron-LM's
-        model hooks must."""
+        """Connect the ranks of the job before other features measure the free memory. Returns `chunks`, as
+        Megatron-LM's model hooks must."""
         self.mover.connect()
         return chunks
 
@@ -72,8 +71,8 @@ class LayerBalancer(StepCallback):
     # Around a step.
 
     def add_measured(self, iteration: int, micro_batches: int | None = None) -> None:
-        """Add what the observer has measured last to what plans are made from, before `iteration`. micro_batches: of
-        what was measured, if others than of the step to come."""
+        """Add the observer's latest record to the measurements, before `iteration`. micro_batches: of the recorded
+        step, if it had another number than the coming step."""
         self.iteration = iteration
         if self._observer.measured is not None:
             of, record = self._observer.measured
@@ -96,19 +95,20 @@ class LayerBalancer(StepCallback):
 
     @property
     def layout(self) -> str:
-        """Where layers are, as the value of Megatron-LM's flag."""
+        """The current layout, as the value of Megatron-LM's flag."""
         return self._source.text(self.mover.plan)
 
     def restart(self) -> None:
-        """Decide from now on as if training began with the present layout, to which somebody else has moved."""
+        """Decide from now on as if training began with the current layout. Called after a move by hand."""
         self._planner.restart()
 
     def read(self, layout: str) -> StagePlan:
-        """The plan of a text as that of `layout`."""
+        """The plan of a string in the form of `layout`."""
         return self._source.read(layout, self.mover.plan)
 
     def advise(self) -> str:
-        """The layout that is best by what was measured, as `layout`. All ranks call it together."""
+        """The best layout for the measured costs, in the form of `layout`. All ranks call it together. Raises
+        ValueError if nothing was measured yet."""
         if not self._planner.has_measurements:
             raise ValueError("no layer was measured yet; train some steps first")
         plan, now, then = self._planner.advise()
@@ -138,7 +138,7 @@ class LayerBalancer(StepCallback):
         self._report_decision(choice, before, moved)
 
     def move(self, plan: StagePlan) -> Moved:
-        """Move layers now, to where `plan` has them."""
+        """Move layers to `plan` now."""
         self._warm = self.iteration
         self._planner.forget()
         trained, before = self._loop.trained(), self.mover.plan

@@ -1,7 +1,7 @@
-"""Construction of layers while training runs, as Megatron-LM constructs them at its start.
+"""Builds layers while training runs, as Megatron-LM builds them at the start.
 
-A new layer is uninitialized: its weights and buffers come from another rank. Its position, whether it has experts, and
-its precision are decided by the functions that Megatron's builder uses.
+A new layer is uninitialized, since its weights and buffers come from another rank. The functions of Megatron's own
+builder decide its position, its precision and whether it has experts.
 """
 
 import contextlib
@@ -43,16 +43,16 @@ def change_layers(
     *,
     without_memory: bool = False,
 ) -> tuple[list[tuple[torch.nn.Module, int]], list[torch.nn.Module]]:
-    """Give this rank's model chunks the layers of `plan`, after `LayerSource.set_layout`.
+    """Give this rank's model chunks the layers of `plan`. Call `LayerSource.set_layout` first.
 
     plan: the layers of all chunks after the move.
     models: the chunks of this rank.
-    source: of its layers.
+    source: builds the layers.
     inventories: of all ranks.
     without_memory: give weights that require gradients one element of memory, until they are placed in a buffer.
 
-    Returns the new layers, uninitialized, each with the number of its chunk; and the final norm, if it came along with
-    the last layer, as it does in models with multi-token prediction.
+    Returns (new layers, each with the number of its chunk; new final norms), all uninitialized. In models with
+    multi-token prediction the final norm moves with the last layer.
     """
     arrived, norms = [], []
     frozen = set().union(*(inventory.frozen for inventory in inventories))
@@ -87,7 +87,7 @@ def change_layers(
     for name, parameter in named_parameters(models):
         if name in frozen:
             parameter.requires_grad_(False)
-            if not is_float8tensor(parameter) and not parameter.is_contiguous():  # no buffer will have it
+            if not is_float8tensor(parameter) and not parameter.is_contiguous():  # it is in no flat buffer
                 parameter.data = torch.empty_like(parameter.data, memory_format=torch.contiguous_format)
     layers = {layer.layer_number - 1: layer for layer, _ in arrived}
     _register_buffers(layers, inventories)
@@ -99,7 +99,8 @@ def change_layers(
 
 @contextlib.contextmanager
 def _uninitialized(config: Any) -> Iterator[None]:
-    """A context to build modules without initial values, random numbers, and copies of what train() set on `config`."""
+    """A context in which modules are built without initial values, without drawing random numbers, and without the
+    attributes that train() has set on `config`."""
     saved = {name: getattr(config, name) for name in (*_SET_LATER, "perform_initialization")}
     states = torch.get_rng_state(), torch.cuda.get_rng_state(), get_cuda_rng_tracker().get_states()
     for name in saved:
@@ -128,18 +129,18 @@ def _finished(module: torch.nn.Module, config: Any) -> torch.nn.Module:
 
 
 def complete_ends(stages: int, model: torch.nn.Module, source: LayerSource) -> list[torch.nn.Module]:
-    """Make `model` the chunk of its stage in a pipeline of `stages` stages, which was longer before.
+    """Adapt `model` to a pipeline that has been shortened to `stages` stages.
 
-    A stage that has become the last one gets the final norm and the head, from a model without layers that Megatron-LM
-    builds for this stage. All ranks that stay call it together, after their process groups are set. Returns the new
-    modules, uninitialized.
+    The new last stage gets the final norm and the head. They come from a model without layers that Megatron-LM builds
+    for this stage. All remaining ranks call this together, after their process groups are set. Returns the new modules,
+    uninitialized.
     """
     config = model.config
     assert source.build is not None
     with source.without_layers(stages), _uninitialized(config):
         fresh = source.build(model.pg_collection)
     _finished(fresh, config)
-    if fresh.pre_process:  # its weights may no longer be tied to a copy on another stage, or now be
+    if fresh.pre_process:  # whether its weights are tied to a copy on another stage may have changed
         weight, example = model.embedding.word_embeddings.weight, fresh.embedding.word_embeddings.weight
         for name in ("shared_embedding", "zero_out_wgrad"):
             if hasattr(weight, name):
@@ -158,7 +159,7 @@ def complete_ends(stages: int, model: torch.nn.Module, source: LayerSource) -> l
 
 
 def _register_buffers(layers: dict[int, torch.nn.Module], inventories: Sequence[Inventory]) -> None:
-    """Register every buffer that the layer had on its old rank, also those that other code added later."""
+    """Register every buffer that a layer had on its old rank, including those that other code added later."""
     for inventory in inventories:
         for name, (shape, dtype, persistent) in inventory.buffers.items():
             layer = layers.get(layer_of(name))

@@ -27,7 +27,7 @@ def decision_event(
     choice: the decision.
     before: the plan in force until then.
     moved: bytes and times of the move, None if no layer moved.
-    shown: gives the string of a plan, as Megatron-LM takes it.
+    shown: plan -> its string in Megatron-LM's format.
     """
     loads = [choice.cost.stage_loads(plan) for plan in (before, choice.plan)]
     took = {} if moved is None else {"move_ms": moved.move_ms, "rebuild_ms": moved.rebuild_ms}
@@ -67,11 +67,11 @@ def release_event(
     """The event of a pipeline that got shorter.
 
     iteration: from 0, the one that follows.
-    before, plan: the layers before and after.
-    cost: of the layers; None if nothing was measured yet, which counts as even stages.
+    before, plan: the plans before and after.
+    cost: of the layers; None if nothing was measured yet. Stages then count as equal.
     moved: bytes and times of the move.
     reason: for the log.
-    shown: gives the string of a plan, as Megatron-LM takes it.
+    shown: plan -> its string in Megatron-LM's format.
     """
     loads = [[1.0] if cost is None else cost.stage_loads(of) for of in (before, plan)]
     return event(

@@ -1,13 +1,12 @@
-"""Weight gradients that fill the waits of the pipeline (`--fill-with-weight-gradients`).
+"""Deferred weight gradients fill the bubbles of the pipeline (`--fill-with-weight-gradients`).
 
-A stage computes the input gradient of a micro-batch, sends it, and leaves the weight gradients for when it would wait.
-How many it computes at each moment of Megatron-LM's schedule is planned beforehand by simulation
-(`balancing.layers.simulator.fill`), since a GPU's host does not know whether the device waits. All ranks of a stage
-follow the same plan, so their collectives stay in one order.
+A stage computes the input gradient of a micro-batch and sends it. It defers the weight gradients to times when it would
+wait. A simulation plans how many of them to compute at each point of Megatron-LM's schedule
+(`balancing.layers.simulator.fill`), since the host of a GPU does not know whether the device waits. All ranks of a
+stage follow the same plan, so their collectives keep one order.
 
-Megatron-LM's schedule itself runs unchanged. Hooks on the model chunks tell where in its program it is; messages are
-waited for after the weight gradients that were planned for the wait. What is left is computed before gradients are
-finalized.
+Megatron-LM's schedule runs unchanged. Hooks on the model chunks follow its progress. Before it waits for a message, the
+planned weight gradients are computed. The remaining ones are computed before gradients are finalized.
 """
 
 import functools
@@ -31,10 +30,10 @@ __all__ = ["FilledSchedule", "WeightGradientFill", "use_filled_schedule", "with_
 
 
 class FilledSchedule:
-    """A schedule in progress: where it is, and what it computes while it waits.
+    """The progress of a schedule, and the weight gradients to compute while it waits.
 
-    kinds: "forward" or "backward", by operation of this rank.
-    pieces: int [operation + 1], pieces of weight gradients to compute before each operation, and at the end.
+    kinds: "forward" or "backward" for each operation of this rank.
+    pieces: int [operation + 1], pieces of weight gradients to compute before each operation and at the end.
     compute: computes the given number of pieces, the oldest first.
     """
 
@@ -47,12 +46,12 @@ class FilledSchedule:
         self._compute(pieces)
 
     def begin_forward(self) -> None:
-        """A forward pass begins, and needs the memory of what was to be computed before it."""
+        """A forward pass begins. Pieces planned before it are computed first, since it needs their memory."""
         self.wait()
         self._advance("forward")
 
     def begin_backward(self) -> None:
-        """A backward pass begins, and others wait for its result."""
+        """A backward pass begins. Pieces planned before it are postponed, since other stages wait for its result."""
         self._pieces[self._next + 1] += self._pieces[self._next]
         self._advance("backward")
 
@@ -65,15 +64,15 @@ _filling: list[FilledSchedule] = []  # the schedule in progress
 
 
 def use_filled_schedule(schedule: FilledSchedule | None) -> None:
-    """Have messages of pipelines waited for as `schedule` says; None for as Megatron-LM does."""
+    """Compute weight gradients of `schedule` before waits for pipeline messages; None for Megatron-LM's own waits."""
     _filling[:] = [] if schedule is None else [schedule]
 
 
 class WeightGradientFill(StepCallback):
-    """One on each rank.
+    """Defers weight gradients and computes them in pipeline bubbles. One on each rank.
 
     timeout_minutes: of messages between the hosts of a pipeline.
-    timed: a context manager around the weight gradients of a layer (module) of a model chunk, for who measures layers.
+    timed: (layer, model chunk) -> a context manager that times weight gradients of the layer.
     """
 
     def __init__(self, timeout_minutes: float, timed: Callable[[Any, int], Any] | None = None) -> None:
@@ -81,7 +80,7 @@ class WeightGradientFill(StepCallback):
         self._chunks: list[Any] = []
         self._finalize: Callable | None = None
         self._schedule: FilledSchedule | None = None
-        self._planned: dict[int, tuple[Sequence[str], Sequence[int]]] = {}  # by micro-batches, for the layers of now
+        self._planned: dict[int, tuple[Sequence[str], Sequence[int]]] = {}  # by micro-batches, for current layers
 
     def attach(self, chunks: list[Any]) -> None:
         self._chunks = chunks
@@ -109,12 +108,12 @@ class WeightGradientFill(StepCallback):
 
     def begin_step(self, iteration: int, config: Any) -> None:
         self._config = config
-        config.batch_p2p_comm = False  # messages that are waited for one by one
-        # Gradients of a bucket are reduced when the last one is there, which is after the last backward pass.
+        config.batch_p2p_comm = False  # so that each message has a wait of its own
+        # A bucket is reduced when its last gradient is complete, which is after the last backward pass.
         config.grad_sync_func = None
 
     def begin_schedule(self) -> None:
-        # Callbacks that began before have put theirs there, for when all gradients have been computed.
+        # It may be that of another callback, which expects that all gradients have been computed.
         self._finalize = self._config.finalize_model_grads_func
         self._config.finalize_model_grads_func = self._finalize_all
         self._schedule = FilledSchedule(*self._plan(get_num_microbatches()), self.gradients.compute)
@@ -140,8 +139,7 @@ class WeightGradientFill(StepCallback):
 
     def _end_forward(self, module: Any, args: Any, output: Any) -> None:
         if self._schedule is not None and output.requires_grad:
-            # Not a hook of the tensor: further ones are not called if it got one before a checkpointed layer returned
-            # it.
+            # Not a tensor hook: it is not called if the tensor got another one before a checkpointed layer returned it.
             output.grad_fn.register_prehook(self._begin_backward)
 
     def _begin_backward(self, gradients: Any) -> None:
@@ -157,8 +155,8 @@ class WeightGradientFill(StepCallback):
         return self._planned[micro_batches]
 
     def _gathering_ranks(self) -> int:
-        """Tensor-parallel ranks whose parts of an input are kept until the weight gradient is computed. Transformer
-        Engine keeps what it has gathered; Megatron-LM's own linear layers gather again."""
+        """The number of tensor-parallel ranks whose parts of a layer's input stay in memory until the weight gradient
+        is computed. Transformer Engine keeps the gathered input. Megatron-LM's own linear layers gather it again."""
         config = self._config
         whole = config.sequence_parallel and config.transformer_impl != "local"
         return mpu.get_tensor_model_parallel_world_size() if whole else 1
@@ -183,8 +181,8 @@ class WeightGradientFill(StepCallback):
 
 
 def _work(chunk: Any) -> tuple[float, float, float, float]:
-    """The layers of a chunk that train; weights that a token is multiplied with in them, those whose gradients are
-    deferred, and those of the head."""
+    """Four numbers of a chunk: trained layers; weights in them that multiply a token; those of these weights whose
+    gradients are deferred; and weights of the head."""
     model = unwrap_model(chunk)
     layers = [layer for layer in model.decoder.layers if any(p.requires_grad for p in layer.parameters())]
     head = 0.0
@@ -195,7 +193,7 @@ def _work(chunk: Any) -> tuple[float, float, float, float]:
 
 
 def _products(layer: torch.nn.Module, modules: Iterable[torch.nn.Module]) -> float:
-    """Weights of `modules` in `layer` that a token is multiplied with: of experts, of as many as it chooses."""
+    """The number of weights of `modules` in `layer` that multiply a token. Of experts, only those it chooses count."""
     of_experts = {
         id(parameter): layer.config.moe_router_topk / module.num_local_experts
         for module in layer.modules()
@@ -207,7 +205,7 @@ def _products(layer: torch.nn.Module, modules: Iterable[torch.nn.Module]) -> flo
 
 
 class _FilledWait:
-    """A message in flight, which is waited for after what was planned for that."""
+    """A message in flight. Planned weight gradients are computed before the wait for it."""
 
     def __init__(self, request: Any) -> None:
         self._request = request

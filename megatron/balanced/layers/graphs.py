@@ -1,7 +1,7 @@
-"""CUDA graphs of layers (`--cuda-graph-impl transformer_engine`), captured anew after each move.
+"""CUDA graphs of layers (`--cuda-graph-impl transformer_engine`), captured again after each move.
 
-A graph holds the addresses of the weights and gradients that it was captured with, and a move gives all of them new
-ones, also those of layers that stay. Megatron-LM's training loop keeps one object with all graphs and captures once.
+A graph holds the addresses of weights and gradients. A move changes all of these addresses, even for layers that stay.
+Megatron-LM's training loop captures once and keeps all graphs in one object.
 """
 
 import functools
@@ -17,7 +17,7 @@ _helpers: list[Any] = []  # of the run in progress
 
 
 def remembered(original: Any) -> Any:
-    """Replaces `TECudaGraphHelper` by a class whose object `GraphsOfLayers` finds."""
+    """A subclass of `TECudaGraphHelper` that records its object for `GraphsOfLayers`."""
 
     @functools.wraps(original, updated=())
     class Helper(original):
@@ -40,8 +40,8 @@ def remembered(original: Any) -> Any:
 
 
 class GraphsOfLayers(StepCallback):
-    """Captures the graphs of the layers that a rank has after a move, where graphs were captured before. To be the last
-    of the callbacks, since a capture runs the layers as they will be."""
+    """Captures CUDA graphs again after a move, if there were graphs before. It must be the last callback, since a
+    capture runs the layers in their final state."""
 
     def __init__(self) -> None:
         self._model: list[Any] = []
@@ -59,7 +59,7 @@ class GraphsOfLayers(StepCallback):
                 self._capture(helper)
 
     def _capture(self, helper: Any) -> None:
-        """Capture as Megatron-LM does: without hooks, which gather parameters before a replay instead."""
+        """Capture as Megatron-LM does: without the hooks that gather parameters, which run before a replay instead."""
         hooked = [
             ddp for ddp in self._model if ddp.ddp_config.overlap_param_gather and ddp.remove_forward_pre_hook_handles
         ]

@@ -1,4 +1,4 @@
-"""What moves of layers need of the training loop around them, whichever loop that is."""
+"""The interface between layer moves and the training loop."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ __all__ = ["Departure", "Optimized", "TrainingLoop"]
 
 
 class Departure(Protocol):
-    """The departure of ranks, which began when it was made. leaves: whether this rank is one of them."""
+    """A release of ranks in progress. leaves: whether this rank leaves."""
 
     leaves: bool
 
@@ -33,18 +33,19 @@ class Optimized(Protocol):
 class TrainingLoop:
     """A loop that trains with `megatron.core`.
 
-    iterations: of the whole training; None where nobody knows.
-    log_interval: iterations between two logs of losses, after which ranks may leave.
+    iterations: of the whole training; None if unknown.
+    log_interval: iterations between two logs of losses. Ranks may leave only after a log.
     timeout_minutes: of collectives.
-    gloo_groups: whether optimizers have process groups of hosts.
-    optimizer_overrides: gives the overrides of parameter groups that `get_megatron_optimizer` got.
-    trained: gives what is trained; called between steps and at their begin.
-    callbacks: gives those that are told of moves and releases.
-    renew_schedule: takes the schedule of micro-batches for the process groups that there are from now on.
-    depart: begins a release of ranks, from the model chunks of this rank and a function that gathers over all ranks.
-    weight_share: the part of a layer's backward seconds that fills waits of the pipeline; 0 if nothing does.
+    gloo_groups: whether optimizers have gloo process groups.
+    optimizer_overrides: optimizer config -> the `config_overrides` passed to `get_megatron_optimizer`.
+    trained: returns the optimizer and its scheduler. Called between steps and when a step begins.
+    callbacks: returns the callbacks to tell of moves and releases.
+    renew_schedule: chooses the schedule of micro-batches again, for the new process groups.
+    depart: begins a release of ranks. Takes the release, the model chunks of this rank, and a function that gathers
+        over all ranks.
+    weight_share: fraction of a layer's backward seconds that fills pipeline bubbles; 0 without deferred gradients.
 
-    `renew_schedule` and `depart` are None where the pipeline stays as long as it is.
+    `renew_schedule` and `depart` are None if the pipeline cannot get shorter.
     """
 
     iterations: int | None

@@ -1,20 +1,20 @@
-"""Moves of layers between pipeline stages, with their whole state, between two training steps.
+"""Moves layers with their whole state between pipeline stages, between two training steps.
 
-`train()` of Megatron-LM keeps references to the model chunks, the optimizer, the scheduler and their bound methods, so
+`train()` of Megatron-LM keeps references to the model chunks, the optimizer, the scheduler and their bound methods. So
 a move keeps these objects and replaces their contents:
 
-1. Take apart: finish an all-gather of parameters that is in flight, take the state out of the optimizer, and free the
-   gradient buffers, which makes room for tensors that arrive.
+1. Take apart: finish an all-gather of parameters in flight, take the state out of the optimizer, and free the gradient
+   buffers to make room for tensors that arrive.
 2. Build: set the new layout and build missing layers (`megatron.balanced.layers.build`).
-3. Transfer: exchange requests of tensors and the tensors (`megatron.balanced.layers.state`).
+3. Transfer: exchange requests for tensors, then the tensors (`megatron.balanced.layers.state`).
 4. Put together: wrap the layers for data parallelism anew, build a new optimizer, and put the state back. Meanwhile
    main parameters are stashed in the new gradient buffers.
 5. Tell all callbacks.
 
-So the peak memory of a rank is the larger of before and after the move, plus one layer. Weights of a distributed
-optimizer are copied to their new buffer where the gradients were. Embedding, final norm and head stay on
-their stages unless the pipeline gets shorter: then the last stages send everything away and their ranks leave the job
-(`megatron.balanced.layers.loop`).
+So the peak memory of a rank is that before or after the move, whichever is larger, plus one layer. With a distributed
+optimizer, weights are copied to a new buffer in the memory that gradients had. Embedding, final norm and head stay on
+their stages unless the pipeline gets shorter. In this case the last stages send everything to other stages, and their
+ranks leave the job (`megatron.balanced.layers.loop`).
 """
 
 import datetime
@@ -79,7 +79,7 @@ class Moved(NamedTuple):
 
     moved_bytes: bytes that all ranks together sent to other ranks.
     move_ms, rebuild_ms: milliseconds of the slowest rank to transfer tensors, and to rebuild buffers and optimizer.
-    peak_bytes: of a device's memory in use, at most since the last move, on the rank where it is largest.
+    peak_bytes: peak memory of a device since the last move, on the rank where it is largest.
     """
 
     moved_bytes: int
@@ -89,10 +89,10 @@ class Moved(NamedTuple):
 
 
 class _Before(NamedTuple):
-    """What a rank had before a move.
+    """A rank before a move.
 
-    hooked: of each chunk, whether forward passes overlap with the all-gather of its weights.
-    taken: out of the optimizer.
+    hooked: [chunk], whether forward passes overlap with the all-gather of its weights.
+    taken: state from the optimizer.
     shards: the tensors of this rank.
     inventories: of all ranks.
     """
@@ -105,13 +105,13 @@ class _Before(NamedTuple):
 
 @dataclass
 class _After:
-    """What a rank will have after a move; nothing, if it leaves the job.
+    """A rank after a move; empty if the rank leaves the job.
 
     departure: the release of ranks, if there is one.
     ends: final norm and head, if they are new here.
-    arrived: new layers, with their chunks.
-    layouts, weights: of the buffers of each chunk, and their memory for weights (`place_weights`).
-    request: the tensors that it needs.
+    arrived: new layers, each with the number of its chunk.
+    layouts, weights: [chunk], layout of its flat buffers, and its weight buffers (`place_weights`).
+    request: the tensors that the rank needs.
     """
 
     departure: Departure | None
@@ -123,12 +123,13 @@ class _After:
 
 
 class LayerMover:
-    """Moves layers between the stages of one job. One on each rank; all ranks call its methods together.
+    """Moves layers between the stages of one job. One on each rank; all ranks call its methods together. The callbacks
+    of the loop are told of every move and release (`megatron.balanced.shared.callbacks`).
 
-    source: of the layers of the model.
-    loop: that trains the model.
-    plan: who has which layers now. Every move and release is reported to the callbacks of the loop
-        (`megatron.balanced.shared.callbacks`).
+    source: builds the layers of the model.
+    loop: the training loop.
+
+    The attribute `plan` is the current plan.
     """
 
     def __init__(self, source: LayerSource, loop: TrainingLoop) -> None:
@@ -155,21 +156,21 @@ class LayerMover:
         )
 
     def connect(self) -> None:
-        """Make the groups of a move and connect them, before anybody measures what memory is free. Does nothing the
-        second time."""
+        """Make and connect the process groups of moves. Call it before anything measures the free memory. A second call
+        does nothing."""
         if self._tensors is None:
             self._make_groups()
 
     def _make_groups(self) -> None:
         minutes = self._loop.timeout_minutes
-        # gloo has a socket to each rank of a group. In these two a rank has fewer than in one of all ranks.
-        if self._stage_hosts is None:  # else ranks have left, and this one lost none
+        # gloo opens a socket to each rank of a group. These two groups need fewer sockets than one group of all ranks.
+        if self._stage_hosts is None:  # else ranks have left the job, but none left this group
             stage = mpu.get_tensor_and_data_parallel_group(with_context_parallel=True)
             self._stage_hosts = duplicate_group(stage, minutes, on_host=True)
         self._pipeline_hosts = duplicate_group(_pipeline(), minutes, on_host=True)
         self._tensors = dist.new_group(timeout=self._timeout, pg_options=options_like(_pipeline(), self._timeout))
         rank, per_stage = dist.get_rank(), dist.get_world_size(self._stage_hosts)
-        # Replicas share the work, so that weights mostly come from the rank in the same place of a neighbouring stage.
+        # Ranks with equal tensors share transfers, so most weights come from the same place in a neighbouring stage.
         connect(self._tensors, (rank - per_stage, rank + per_stage))
 
     def models(self) -> list[torch.nn.Module]:
@@ -183,12 +184,12 @@ class LayerMover:
         return [value for _, value in sorted(gathered, key=itemgetter(0))]
 
     def travelling_bytes(self) -> np.ndarray:
-        """Bytes of each layer, of the embedding, of the head and of multi-token prediction, with its embedding, that a
-        rank receives when it gets them: weights, main parameters and moments. [layers + 3]"""
+        """[layers + 3], bytes that a rank receives with each layer, the embedding, the head, and multi-token prediction
+        with its embedding: weights, main parameters and moments."""
         return self._sum_up(self._travelling)
 
     def resting_bytes(self) -> np.ndarray:
-        """Bytes of each of these parts that a rank holds between steps: those of a move, and gradients. [layers + 3]"""
+        """[layers + 3], bytes of the same parts that a rank holds between steps: those of a move, and gradients."""
         weight = self._model.params_dtype.itemsize
         gradient = max(weight, 4 if self._chunks[0].ddp_config.grad_reduce_in_fp32 else 0)
         return self._sum_up(lambda parameter: self._travelling(parameter) + gradient * parameter.numel())
@@ -217,9 +218,9 @@ class LayerMover:
 
     @named("move of layers")
     def move(self, plan: StagePlan, optimizer: ChainedOptimizer, scheduler: Any) -> Moved:
-        """Move layers to where `plan`, which may have fewer stages, has them. All ranks call it, between two steps.
+        """Move layers to `plan`, which may have fewer stages. All ranks call it between two steps.
 
-        Raises RuntimeError, before anything has changed, when ranks have different plans, and Released on ranks that
+        Raises RuntimeError if ranks have different plans, before anything has changed. Raises Released on ranks that
         leave the job, once no other rank needs them.
         """
         plan = replace(plan, mtp_layers=self.plan.mtp_layers, mtp_chunk=self.plan.mtp_chunk)
@@ -246,14 +247,14 @@ class LayerMover:
     # The phases of a move.
 
     def _take_apart(self, optimizer: ChainedOptimizer) -> _Before:
-        """Take the state out of the optimizer, tell the other ranks what is here, and free the gradient buffers."""
+        """Take the state out of the optimizer, exchange inventories with all ranks, and free the gradient buffers."""
         hooked = _finish_gathering(self._chunks, optimizer)
         taken = take(optimizer)
         shards, inventory = take_inventory(self.models(), taken.states)
         inventories = self.gather(inventory)
         taken.states.clear()
         self._free_buffers()
-        # Tensors that arrive would be carved out of the cached memory of gradients, and the new buffers need it whole.
+        # Otherwise arriving tensors would fragment the cached memory of gradients, which the new buffers need whole.
         torch.cuda.empty_cache()
         return _Before(hooked, taken, shards, inventories)
 
@@ -285,8 +286,8 @@ class LayerMover:
         return _After(departure, ends, arrived, layouts, weights, request)
 
     def _transfer(self, before: _Before, after: _After) -> int:
-        """Transfer all tensors, and forget what referred to their old places. Ranks that leave the job end here.
-        Returns the bytes that this rank sent."""
+        """Transfer all tensors, and drop references to their old memory. Ranks that leave the job end here. Returns the
+        bytes that this rank sent."""
         requests = [piece for pieces in self.gather(after.request.pieces) for piece in pieces]
         sent = transfer(before.shards, after.request, before.inventories, requests, self._tensors, self._timeout)
         after.request.targets.clear()
@@ -322,9 +323,10 @@ class LayerMover:
             callback.layers_moved()
 
     def _free_buffers(self) -> None:
-        """Free Megatron's flat buffers. One that holds weights is freed once these are in the new one or were sent.
+        """Free Megatron's flat buffers. A weight buffer is freed once its weights are in the new buffer or were sent.
 
-        The schedule of layers in parts has left an object on each that refers to it, so that it would outlive its move.
+        The schedule that runs layers in parts leaves an object on each layer that refers to the layer. It is removed,
+        or the layer would stay in memory after its move.
         """
         for ddp in self._chunks:
             for module in ddp.module.modules():
@@ -342,9 +344,9 @@ class LayerMover:
     def _wrap(self, ddp: DistributedDataParallel, chunk: int, layout: Any, hooked: bool) -> None:
         """Make buffers, buckets and hooks of `ddp` for its present layers.
 
-        A hook on a parameter's gradient cannot be removed, and a second one would count the gradient twice. So
-        parameters keep the hook that they have: it belongs to `ddp`, and looks up buckets when it fires. Hooks of
-        delayed weight gradients are lists of modules, which start anew.
+        A hook on a parameter's gradient cannot be removed, and a second one would count the gradient twice. So each
+        parameter keeps its hook. The hook belongs to `ddp` and looks up buckets when it fires. Hooks of delayed weight
+        gradients are in lists on modules, which are cleared.
         """
         nodes, training = self._nodes, ddp.training
         for module in ddp.module.modules():
@@ -384,7 +386,7 @@ class LayerMover:
         taken: Taken,
     ) -> None:
         stash_in_gradients(states)
-        # Main parameters are made from weights, and from weights in 8 bits by a function that autograd records.
+        # Main parameters are made from weights. Autograd would record the conversion of 8-bit weights.
         quantized = any(is_float8tensor(parameter) for ddp in self._chunks for parameter in ddp.parameters())
         with torch.set_grad_enabled(not quantized):
             new = get_megatron_optimizer(
@@ -396,7 +398,7 @@ class LayerMover:
         put_back(optimizer, new, states, taken.scalers, taken.group_step)
         for ddp in self._chunks:
             ddp.zero_grad_buffer()
-        scheduler.step(0)  # gives the groups their learning rate and weight decay
+        scheduler.step(0)  # gives the parameter groups their learning rate and weight decay
 
 
 def _pipeline() -> dist.ProcessGroup:
@@ -414,8 +416,8 @@ def _mtp_chunk(model: TransformerConfig) -> int | None:
 
 
 def _forget_offloaded(models: Iterable[torch.nn.Module]) -> None:
-    """Have the next iteration find out which activations are offloaded (--fine-grained-activation-offloading), as the
-    first one did: Megatron-LM knows those of a micro-batch by their order."""
+    """Make the next iteration record which activations are offloaded (--fine-grained-activation-offloading), as the
+    first one did. Megatron-LM identifies the activations of a micro-batch by their order."""
     PipelineOffloadManager.reset_instance()
     for model in models:
         model.disable_param_offloading = True  # in the next forward pass, where new weights are marked

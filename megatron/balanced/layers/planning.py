@@ -42,17 +42,18 @@ __all__ = ["Choice", "LayerPlanner", "usable_memory"]
 # The assumed bandwidth (bytes/s) and fixed seconds of a move until one was measured: slow, so that the first one needs
 # a clear gain.
 _BANDWIDTH, _FIXED_SECONDS = 1e9, 1.0
-_SPARE = 0.05  # fraction of what torch can have of a device that plans leave free, for fragments
+_SPARE = 0.05  # fraction of usable device memory that plans leave free, for fragmentation
 
 
 class Choice(NamedTuple):
     """A decision of the gate and its inputs.
 
-    plan: the plan to have from now on, which may be the one in force.
-    action: "keep", "move" or "rollback". reason: for the log.
+    plan: the plan from now on; it may be the current one.
+    action: "keep", "move" or "rollback".
+    reason: for the log.
     cost: the averaged cost of layers.
-    peaks: float array [stage], the most bytes that a rank of each stage held.
-    predicted: seconds of a step under the plan in force, and under `plan`.
+    peaks: float array [stage], peak bytes of a rank of each stage.
+    predicted: seconds of a step under the current plan, and under `plan`.
     profile_ms, plan_ms: host milliseconds to exchange measurements, and to plan.
     """
 
@@ -67,11 +68,14 @@ class Choice(NamedTuple):
 
 
 class LayerPlanner:
-    """Measurements of this rank since the last decision, and the gate. All ranks call `choose` together.
+    """Collects the measurements of this rank and decides with the gate. All ranks call `choose` together.
 
+    config: settings of layer balancing.
+    mover: has the current plan.
     model: its config.
-    loop: that trains the model.
-    costs: the average over all decisions since layers last changed their cost.
+    loop: the training loop.
+
+    The attribute `costs` is the average of all measurements since layers last changed their cost.
     """
 
     def __init__(self, config: LayerConfig, mover: LayerMover, model: TransformerConfig, loop: TrainingLoop) -> None:
@@ -90,18 +94,18 @@ class LayerPlanner:
     def restart(self) -> None:
         """Begin with a new gate: at the start of training, and when the number of stages has changed."""
         gate = self._config.gate
-        if self._config.once:  # the one move pays off until training ends
+        if self._config.once:  # a single move, whose gain lasts until training ends
             gate = replace(gate, horizon=self._iterations or gate.horizon)
         self._gate = Gate(gate, self._mover.plan)
 
     def add(self, iteration: int, record: RankRecord, micro_batches: int) -> None:
-        """Add what this rank measured in `iteration`, which had so many micro-batches."""
+        """Add the measurements of this rank in `iteration`, which had `micro_batches` micro-batches."""
         in_turn = self._model.overlap_moe_expert_parallel_comm
         self._seconds.append(layer_seconds(record, self._mover.plan.layers, in_turn=in_turn))
         self._steps.append((iteration, record.step_seconds, micro_batches))
 
     def forget(self) -> None:
-        """Drop measurements that no decision has used, before layers move."""
+        """Drop measurements that no decision has used. Called before layers move."""
         self._seconds, self._steps = [], []
 
     @property
@@ -109,7 +113,7 @@ class LayerPlanner:
         return bool(self._seconds)
 
     def learn_speed(self, before: StagePlan, moved: Moved) -> None:
-        """Predict later moves by the speed of the one from `before` to the plan in force."""
+        """Use the speed of the move from `before` to the current plan to predict later moves."""
         busiest = migration_seconds(before, self._mover.plan, self._layer_bytes(), 1.0)  # bytes, at 1 byte/s
         self._fixed = moved.rebuild_ms / 1e3
         self._bandwidth = max(busiest / max(moved.move_ms / 1e3, 1e-9), 1.0)
@@ -127,7 +131,7 @@ class LayerPlanner:
         gate = self._gate
         now, then = self._step_seconds(cost, plan), self._step_seconds(cost, candidate)
         for measured, seconds, micro_batches in steps:
-            if micro_batches != get_num_microbatches():  # as if it had had as many as the step to come
+            if micro_batches != get_num_microbatches():  # scale to the number of the coming step
                 seconds *= now / self._step_seconds(cost, plan, micro_batches)
             gate = gate.measured(measured, seconds)
         previous = self._step_seconds(cost, gate.watching) if gate.watching else None
@@ -150,8 +154,8 @@ class LayerPlanner:
         )
 
     def advise(self) -> tuple[StagePlan, float, float]:
-        """The best plan by what was measured, however much its move would cost, and seconds of a step under the plan in
-        force and under that one. All ranks call it together."""
+        """The best plan for the measured costs, whatever its move would cost; and predicted seconds of a step under the
+        current plan and under the best one. All ranks call it together."""
         _, peaks = self._exchange()
         cost = self.costs.cost
         found = self._plan(cost, peaks)
@@ -160,12 +164,11 @@ class LayerPlanner:
     def _exchange(self) -> tuple[list[tuple[int, float, int]], np.ndarray]:
         """Add the measurements of all ranks since the last decision to the average.
 
-        Returns the iterations with the seconds that each took and its micro-batches, and the most bytes that a rank of
-        each stage held.
+        Returns [(iteration, seconds, micro-batches)], and the peak bytes of a rank of each stage.
         """
         place = mpu.get_pipeline_model_parallel_rank(), mpu.get_expert_data_parallel_rank()
         every = self._mover.gather((place, np.stack(self._seconds), self._steps, torch.cuda.max_memory_allocated()))
-        # In turn with another micro-batch, spans are of parts of layers that wait for nobody.
+        # If micro-batches alternate, spans are of parts of layers, which wait for no other rank.
         tells_waiting = is_cpu() or self._model.overlap_moe_expert_parallel_comm
         measured, experts = [seconds for _, seconds, _, _ in every], [group for (_, group), *_ in every]
         for cost in join_ranks(measured, experts, tells_waiting=tells_waiting):
@@ -202,7 +205,7 @@ class LayerPlanner:
         except ValueError as error:
             if memory is None:
                 raise
-            # The plan in force fits, so there is always one to go on with.
+            # The current plan fits, so training can go on with it.
             print_once(f"> layers stay where they are: {error}")
             return plan
         single = [1 in map(len, each.order) for each in (plan, found)]
@@ -216,11 +219,11 @@ class LayerPlanner:
         return cost.step_seconds(plan, micro_batches or get_num_microbatches(), schedule=self._schedule)
 
     def _fewest(self) -> int:
-        """Layers that a chunk must have; two where the first backward pass needs activations that are offloaded."""
+        """The fewest layers of a chunk: two with activation offloading, which fails for a single layer."""
         return 2 if self._model.fine_grained_activation_offloading else 1
 
     def _held_by_others(self) -> np.ndarray:
-        """Bytes that the other features hold on a rank: with each layer, and whichever layers it has. [layers + 1]"""
+        """[layers + 1], bytes that other callbacks hold on a rank for each layer, and last, whichever layers it has."""
         needed = np.zeros(self._mover.plan.layers + 1)
         for callback in self._loop.callbacks():
             held = callback.held()
@@ -234,6 +237,6 @@ class LayerPlanner:
 
 
 def usable_memory() -> float:
-    """Bytes that a plan may use on this rank's device now: what torch has and what is free, but for a spare; the rest
-    belongs to others, such as communicators. Infinite on a CPU, whose ranks share the memory of the machine."""
+    """Bytes that a plan may use on this rank's device now: memory that torch has reserved and free memory, less a
+    spare. The rest belongs to others, such as communicators. Infinite on a CPU, where ranks share the memory."""
     return np.inf if is_cpu() else (1 - _SPARE) * (torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved())

@@ -1,11 +1,11 @@
 """Weights and scales of layers that Transformer Engine computes in 8 bits, as tensors that a move can send.
 
-With --fp8-param-gather a weight is a tensor in 8 bits with scales, of a class of Transformer Engine; MXFP8 and
-blockwise weights are stored twice, with scales along rows and along columns. A move sends these tensors as they are. To
-quantize main parameters anew would give other numbers with delayed scaling, whose scale has changed since.
+With --fp8-param-gather a weight is an 8-bit tensor with scales, of a class of Transformer Engine. MXFP8 and blockwise
+weights are stored twice, with scales along rows and along columns. A move sends these tensors as they are. With delayed
+scaling the scale has changed since the weight was quantized, so quantizing it again would give other numbers.
 
-Delayed scaling derives scales from the largest values of earlier steps. It keeps them on modules, where they are
-neither parameters nor buffers, and in lists of the whole process.
+Delayed scaling derives scales from the largest values of earlier steps. It keeps them on modules, neither as parameters
+nor as buffers, and in process-wide lists.
 """
 
 from collections.abc import Iterable, Iterator
@@ -31,9 +31,9 @@ _INDEX = "buffer_index_and_autocast_key"  # where the tensors of a module are in
 
 
 def weight_tensors(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The tensors that `parameter` consists of, by a name; flat, in its own memory.
+    """The flat tensors that `parameter` consists of, by name. They share its memory.
 
-    The transposed copy of a weight with one scale is left out: it is made from the weight when it is used.
+    The transposed copy of a weight with one scale is left out, since it can be made from the weight.
     """
     if not is_float8tensor(parameter):
         return {"weight": parameter.data.view(-1)}
@@ -54,7 +54,7 @@ def finish_weights(parameters: Iterable[torch.Tensor]) -> None:
 
 
 def forget_initial(parameter: torch.Tensor) -> None:
-    """Forget the initial weight in a higher precision, from which Megatron-LM would make a main parameter."""
+    """Drop the initial weight in higher precision, or Megatron-LM would make a main parameter from it."""
     if hasattr(parameter, "get_high_precision_init_val"):
         parameter.clear_high_precision_init_val()
         del parameter.get_high_precision_init_val, parameter.clear_high_precision_init_val
@@ -90,18 +90,18 @@ def known_scaling(module: torch.nn.Module) -> dict[str, Any]:
 def start_scaling(module: torch.nn.Module, known: dict[str, Any]) -> None:
     """Give `module`, of a new layer, the tensors of delayed scaling, with undefined contents.
 
-    Where weights are stored in 8 bits it was built with them, and keeps them: its weights refer to their elements.
+    If weights are stored in 8 bits, the module was built with these tensors and keeps them: weights refer to them.
     """
     module.fp8_meta.update(known)
     module.init_fp8_meta_tensors(known["recipe"])
 
 
 def forget_modules(chunks: Iterable[torch.nn.Module]) -> None:
-    """Clear the lists of modules that quantize, which still have layers that left and lack those that arrived.
+    """Clear the lists of modules that quantize. They still have layers that left and lack layers that arrived.
 
-    Megatron-LM tells the modules of a list when weights have changed, and makes the list anew if there is none. In
-    lists of Transformer Engine are the tensors of delayed scaling of all modules of this process; modules enter them
-    again when they are run.
+    Megatron-LM tells the modules of its list when weights have changed, and rebuilds the list if there is none. The
+    lists of Transformer Engine hold the tensors of delayed scaling of all modules of this process. Modules enter them
+    again when they run.
 
     chunks: the wrapped model chunks of this rank.
     """

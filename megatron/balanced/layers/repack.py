@@ -1,7 +1,7 @@
-"""The decision when a running pipeline gets shorter, and to how many stages.
+"""Decides when a running pipeline gets shorter, and to how many stages.
 
-`balancing.layers.repack` compares sizes by their simulated step; its inputs here are the measurements of this job and
-the user's limits. Megatron-LM keeps losses on the last stage until it logs them, so the pipeline gets shorter right
+`balancing.layers.repack` simulates a step for each number of stages. This module gives it the measurements of the job
+and the user's limits. Megatron-LM keeps losses on the last stage until it logs them, so the pipeline gets shorter right
 after a log line.
 """
 
@@ -18,29 +18,29 @@ __all__ = ["Repacker"]
 
 
 class Repacker:
-    """One on each rank; all make the same decision. reason: of the last one."""
+    """One on each rank; all make the same decision. The attribute `reason` explains the last one."""
 
     def __init__(self, config: LayerConfig, log_interval: int) -> None:
         self.reason = ""
         self._config, self._log_interval = config, log_interval
-        # A fraction of the throughput at the start; after a release, of what remains of it.
+        # The lowest throughput allowed, as a fraction of that with the current number of stages.
         self._floor = config.repack_throughput_floor or np.finfo(float).tiny
         self._plan: StagePlan | None = None
 
     def due(self, iteration: int) -> StagePlan | None:
-        """The shorter plan to have from this iteration on, or None."""
+        """The shorter plan from this iteration on, or None."""
         if self._plan is None or iteration % self._log_interval:
             return None
         plan, self._plan = self._plan, None
         return plan
 
     def consider(self, cost: LayerSeconds, plan: StagePlan, peaks: np.ndarray, ranks: int) -> bool:
-        """Choose a shorter plan, if the user allows it, which `due` returns at the next log line.
+        """Choose a shorter plan if the user allows it. `due` returns it at the next log line.
 
         cost: measured seconds of the layers.
-        plan: in force.
-        peaks: float array [stage], the most bytes that a rank of each stage held.
-        ranks: of the job.
+        plan: the current plan.
+        peaks: float array [stage], peak bytes of a rank of each stage.
+        ranks: number of ranks of the job.
 
         Returns whether the pipeline will get shorter.
         """

@@ -1,4 +1,4 @@
-"""What the layers of a model are built from, and the places that its layout is written to, whichever loop trains it."""
+"""What the layers of a model are built from, and where its layout is stored. This does not depend on the loop."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
@@ -25,12 +25,12 @@ def _forget(layout: str) -> None:
 class LayerSource:
     """Where layers of one model come from.
 
-    config: of the transformer, which all chunks share.
-    layer_spec: the virtual stage of a chunk -> the spec of its layers in the layout that `config` has, as for
-        `GPTModel`. Not called for hybrid models, whose chunks keep theirs.
-    pattern: of the layers of a hybrid model, in the present layout; None for a GPT model.
+    config: of the transformer, shared by all chunks.
+    layer_spec: virtual stage of a chunk -> the spec of its layers in the layout of `config`, as for `GPTModel`. Not
+        called for hybrid models, whose chunks keep their spec.
+    pattern: of the layers of a hybrid model, in the current layout; None for a GPT model.
     build: builds the model of this rank's stage. Only pipelines that get shorter need it.
-    on_layout: is told the string of each new layout, for checkpoints and for logs.
+    on_layout: called with the string of each new layout, for checkpoints and logs.
     """
 
     config: TransformerConfig
@@ -41,7 +41,7 @@ class LayerSource:
 
     @property
     def flag(self) -> str:
-        """The flag of Megatron-LM that has the layers of each stage."""
+        """The flag of Megatron-LM that sets the layers of each stage."""
         return "--pipeline-model-parallel-layout" if self.pattern is None else "--hybrid-layer-pattern"
 
     def text(self, plan: StagePlan) -> str:
@@ -49,8 +49,7 @@ class LayerSource:
         return to_layout(plan) if self.pattern is None else read_pattern(self.pattern).text(plan)
 
     def read(self, text: str, now: StagePlan) -> StagePlan:
-        """The plan of a value of `flag`, for the layers and stages of the plan `now`. Raises ValueError for another
-        one."""
+        """The plan of a value of `flag`. Raises ValueError unless it has the layers and stages of the plan `now`."""
         if self.pattern is None:
             return from_layout(text, now.stages, layers=now.layers)
         found, own = read_pattern(text), read_pattern(self.pattern)
@@ -86,7 +85,7 @@ class LayerSource:
 
     @contextlib.contextmanager
     def without_layers(self, stages: int) -> Iterator[None]:
-        """A context in which the model is one of a pipeline of `stages` stages without layers."""
+        """A context in which the layout is that of a pipeline of `stages` stages without layers."""
         before = self.config.pipeline_model_parallel_layout
         if self.pattern is not None:
             self.on_layout("|" * (stages - 1))

@@ -1,7 +1,7 @@
-"""The layers of one model chunk, for GPT and hybrid models: how to build one, and what to set when it has others.
+"""The layers of one model chunk, for GPT and hybrid models: how to build one, and what to set when layers change.
 
-A GPT model has one layer spec for each place of a chunk and reads the layout from its config. A hybrid model
-(`--hybrid-layer-pattern`) has one for each kind of layer, and its pattern has the layout.
+A GPT model has one layer spec for each place in a chunk and reads the layout from its config. A hybrid model
+(`--hybrid-layer-pattern`) has one spec for each kind of layer, and its pattern is the layout.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,8 @@ __all__ = ["StackOfChunk", "stack_of"]
 class StackOfChunk:
     """The layers of a chunk of a GPT model, after `LayerSource.set_layout`.
 
-    model: the chunk, unwrapped. source: of its layers.
+    model: the chunk, unwrapped.
+    source: of its layers.
     """
 
     norm = "final_layernorm"
@@ -50,7 +51,7 @@ class StackOfChunk:
             )
 
     def holds(self, numbers: Sequence[int]) -> None:
-        """The chunk now has the layers `numbers`."""
+        """Record that the chunk now has the layers `numbers`."""
         self.block.num_layers_per_pipeline_rank = len(numbers)
 
     @property
@@ -101,5 +102,5 @@ class HybridStackOfChunk(StackOfChunk):
 
 
 def stack_of(source: LayerSource) -> type[StackOfChunk]:
-    """The class of the layers of a chunk of a model with layers from `source`."""
+    """The class for a GPT model or for a hybrid model, whichever `source` is of."""
     return StackOfChunk if source.pattern is None else HybridStackOfChunk

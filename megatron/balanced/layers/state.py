@@ -1,8 +1,8 @@
 """The tensors of layers on this rank, under names that all ranks share, and their transfer when layers move.
 
-These are weights, buffers (masks, expert bias, and those that others register on a layer), the state of delayed scaling
-(`megatron.balanced.layers.quantized`), and optimizer state. Layers
-are transferred one after the other, so a rank frees the memory of a layer that it sent before the next one arrives.
+These are weights, buffers (masks, expert bias, and those that other code registers on a layer), the state of delayed
+scaling (`megatron.balanced.layers.quantized`), and optimizer state. Layers are transferred one after the other, so a
+rank frees the memory of a layer that it sent before the next one arrives.
 """
 
 import datetime
@@ -41,14 +41,14 @@ Shards = dict[str, tuple[int, torch.Tensor]]  # name of a tensor -> first elemen
 
 @dataclass
 class Inventory:
-    """The tensors of one rank, which it sends to all others before a move.
+    """A description of the tensors of one rank, sent to all ranks before a move.
 
-    pieces: the elements that it holds.
+    pieces: the elements that the rank holds.
     dtypes: name of a tensor -> its type.
     scalars: name of a parameter -> scalars of its optimizer state, by kind.
     frozen: names of parameters without gradients.
     buffers: name -> shape, type, and whether checkpoints contain it.
-    scaling: module of a layer -> what is known of its delayed scaling beside the tensors.
+    scaling: module of a layer -> settings of its delayed scaling (`known_scaling`).
     """
 
     pieces: list[Piece] = field(default_factory=list)
@@ -142,7 +142,7 @@ def take_inventory(
 
 
 def find_weights(models: Sequence[torch.nn.Module], arrived: Iterable[torch.nn.Module], shards: Shards) -> None:
-    """Let `shards` refer to weights where they are now. arrived: modules whose weights have no content yet."""
+    """Update `shards` to the present memory of weights. arrived: modules whose weights have no content yet."""
     empty = {parameter for module in arrived for parameter in module.parameters()}
     for name, parameter in named_parameters(models):
         if parameter not in empty:
@@ -264,8 +264,8 @@ def transfer(
 
 
 def _give_cache_back() -> None:
-    """Return cached memory to a device that has little left. Shards with other bounds do not fit into the memory that
-    those of an earlier layer left."""
+    """Return cached memory to a device with little free memory. Shards of another size do not fit into the cached
+    memory of an earlier layer."""
     free, total = torch.cuda.mem_get_info()
     if free < _LITTLE * total:
         torch.cuda.empty_cache()

@@ -1,14 +1,14 @@
-"""Linear layers whose weight gradients are computed later, in an order and at moments that the caller chooses.
+"""Deferred weight gradients of linear layers. The caller chooses when they are computed.
 
-The backward of a linear layer returns the gradient of its input, and queues the product that gives the gradient of its
-weight. What Megatron-LM does behind this product is done when it is computed: the gradient is added to `main_grad` and,
-for the last micro-batch of a step, the bucket learns that it is ready. Products of one weight are computed in the order
-of micro-batches, so the sums are the same, bit for bit.
+The backward pass of a linear layer returns the gradient of its input and queues the matrix product that gives the
+gradient of its weight. When the product is computed, the steps of Megatron-LM that follow it are done, too: the
+gradient is added to `main_grad`, and in the last micro-batch of a step the bucket is told that the gradient is ready.
+Products of one weight are computed in the order of micro-batches, so the sums are the same, bit for bit.
 
-Megatron-LM's own linear layers get another forward function, in which autograd does not see the weights; if it did, it
-would run the hooks of their gradients in the backward pass. Transformer Engine's have a store of delayed products
-(`delay_wgrad_compute`), which is told to say when it gets one. What replicas of experts do after their weight gradients
-is queued behind these.
+Megatron-LM's own linear layers get another forward function, which hides the weights from autograd. Otherwise autograd
+would run the hooks of their gradients in the backward pass. Transformer Engine's linear layers have a store of delayed
+products (`delay_wgrad_compute`). It is wrapped to call us for each new product. What replicas of experts do after their
+weight gradients is queued behind these.
 """
 
 import contextlib
@@ -44,10 +44,10 @@ def _store(module: torch.nn.Module) -> Any:
 
 @dataclass(slots=True)
 class _Piece:
-    """The weight gradients that one backward pass of a layer has left.
+    """The deferred weight gradients of one backward pass of a layer.
 
     is_last: whether it was the last micro-batch of its chunk, after which gradients are reduced.
-    products: compute them, in order.
+    products: functions that compute the gradients, in order.
     """
 
     layer: Any
@@ -60,7 +60,7 @@ class WeightGradients:
     """The weight gradients of one rank that are not computed yet.
 
     chunks: its model chunks, wrapped for data parallelism.
-    timed: a context manager around the weight gradients of a layer of a model chunk, for who measures layers.
+    timed: (layer, model chunk) -> a context manager that times weight gradients of the layer.
     """
 
     def __init__(self, chunks: list[Any], timed: Callable[[Any, int], Any] | None = None) -> None:
@@ -86,8 +86,9 @@ class WeightGradients:
                 self._tell(module, partial(self._put, layer, chunk, experts, module))
 
     def watch_rest(self, ddp: Any) -> None:
-        """Let Transformer Engine's linear layers outside of the layers compute their weight gradients at once, and all
-        of them hand on gradients as this class does. Called when hooks of data parallelism are new."""
+        """Make Transformer Engine's linear layers outside of transformer layers compute their weight gradients at once.
+        Make all of its linear layers pass on gradients as this class does. Called when data parallelism has new hooks.
+        """
         for module in ddp.modules():
             if (store := _store(module)) is not None:
                 if not isinstance(store.put, partial):
@@ -95,12 +96,12 @@ class WeightGradients:
                 module.wgrad_accumulation_and_reduce_hooks[:] = [partial(self._hand_on, ddp, module)]
 
     def defer(self, on: bool) -> None:
-        """Whether weight gradients of the backward passes from now on are deferred."""
+        """Set whether backward passes from now on defer their weight gradients."""
         assert on or not self._deferred, "weight gradients are left"
         self._defers = on
 
     def compute(self, pieces: int) -> None:
-        """Compute those of the `pieces` oldest backward passes of layers, fewer if there are not as many.
+        """Compute the weight gradients of the `pieces` oldest backward passes of layers, or of all if there are fewer.
 
         Called between backward passes.
         """
@@ -116,8 +117,7 @@ class WeightGradients:
 
     @contextlib.contextmanager
     def _as_then(self, piece: _Piece) -> Iterator[None]:
-        """Let the buckets of a chunk believe that they are in the backward pass of `piece`; by now another micro-batch
-        may be in its own."""
+        """Set the buckets of a chunk to the micro-batch of `piece`, since another one may be in its backward pass now."""
         ddp = self._chunks[piece.chunk]
         buckets = [*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups]
         now = [bucket_group.is_last_microbatch for bucket_group in buckets]
@@ -137,13 +137,13 @@ class WeightGradients:
         self._deferred[-1].products.append(product)
 
     def _defers_of(self, experts: Any) -> bool:
-        """Whether gradients in a backward pass are deferred. experts: that may have replicas and that they are of, or
-        None. Slots that layers share have memory for the gradients of one micro-batch."""
+        """Whether a backward pass defers its weight gradients. experts: with replicas, if the weights are theirs, else
+        None. With slots that layers share it does not: they have memory for the gradients of one micro-batch."""
         shares = experts is not None and experts.slots is not None and experts.slots.shared
         return self._defers and not shares
 
     def _after_gradients(self, layer: Any, chunk: int, experts: Any, act: Callable[[], None]) -> None:
-        """`act` when the weight gradients of this backward pass of `experts` have been computed."""
+        """Call `act` when the weight gradients of this backward pass of `experts` have been computed."""
         if self._defers_of(experts):
             self._queue(layer, chunk, act)
         else:
@@ -152,8 +152,8 @@ class WeightGradients:
     # Transformer Engine's linear layers.
 
     def _tell(self, module: Any, then: Callable[[], None]) -> None:
-        """Have the store of `module` call `then` after it got a product. Gradients that autograd gets meanwhile are
-        complete for a bias, such as one that is added elsewhere, and memory yet to be written for a weight."""
+        """Make the store of `module` call `then` after each new product. Autograd gets a gradient at once: that of a
+        bias is complete and is added; that of a weight is memory yet to be written and is dropped."""
         module.wgrad_store.put = partial(_put_and_tell, module.wgrad_store.put, then)
         for parameter in _with_delayed_hook(module):
             parameter.register_post_accumulate_grad_hook(_drop_gradient if parameter.ndim > 1 else _add_gradient)
@@ -171,7 +171,7 @@ class WeightGradients:
             product()
 
     def _hand_on(self, ddp: Any, module: Any) -> None:
-        """Add gradients of the weights of `module`, where the product has not, and tell their buckets."""
+        """Add gradients of the weights of `module`, unless the product has added them, and tell their buckets."""
         for parameter in _with_delayed_hook(module):
             if parameter in ddp.param_to_bucket_group:
                 _add_gradient(parameter)
@@ -194,7 +194,7 @@ class WeightGradients:
         tp_group: Any,
         **rest: Any,
     ) -> torch.Tensor:
-        """In the place of a linear layer's `_forward_impl`."""
+        """Replaces a linear layer's `_forward_impl`."""
         defers = self._defers_of(experts) and torch.is_grad_enabled() and input.requires_grad
         if not (defers and weight.requires_grad):
             return original(
@@ -250,7 +250,7 @@ def _put_and_tell(put: Callable, then: Callable[[], None], tensors: Any, product
 
 
 def _with_delayed_hook(module: torch.nn.Module) -> list[Any]:
-    """The parameters of a linear layer of Transformer Engine whose gradients `backward_dw` hands on, by its hooks."""
+    """The parameters of a linear layer of Transformer Engine whose gradients the hooks of `backward_dw` pass on."""
     return [p for p in module.parameters(recurse=False) if getattr(p, "skip_backward_post_hook", False)]
 
 
@@ -259,7 +259,7 @@ def _drop_gradient(parameter: Any) -> None:
 
 
 def _add_gradient(parameter: Any) -> None:
-    """Add the gradient of `parameter` to its main gradient, unless a product has."""
+    """Add the gradient of `parameter` to its main gradient, unless the product has added it."""
     if parameter.grad is not None:
         if not parameter.grad_added_to_main_grad:
             parameter.main_grad.add_(parameter.grad)
@@ -285,7 +285,7 @@ class _DeferredLinear(torch.autograd.Function):
         group: Any,
         later: Callable[..., None],
     ) -> torch.Tensor:
-        """part: this rank's part of `whole`, which then is not kept but gathered again; None to keep `whole`."""
+        """part: this rank's part of `whole`. It is kept, and `whole` is gathered again. None keeps `whole`."""
         ctx.save_for_backward(whole if part is None else part, weight)
         ctx.has_bias, ctx.group, ctx.later = bias is not None, group, later
         output = torch.matmul(whole, weight.t())
