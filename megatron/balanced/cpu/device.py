@@ -51,7 +51,7 @@ def choose_device(requested: str) -> str:
         _check_local_rank()
         return "cuda"
     reason = _why_no_cuda()
-    if "too old" in reason:  # "auto" would leave the GPUs idle without a word
+    if "too old" in reason:  # "auto" would silently leave the GPUs idle
         raise LocalError(f"{reason}; update the driver, install a torch for it, or use --device cpu")
     if requested == "cuda":
         raise ValueError("--device cuda was asked for, but torch finds no CUDA device; use --device cpu or auto")
@@ -59,7 +59,7 @@ def choose_device(requested: str) -> str:
 
 
 def _why_no_cuda() -> str:
-    """The first sentence of what torch says when it is to use CUDA."""
+    """The first sentence of torch's error when it initializes CUDA."""
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
@@ -78,8 +78,8 @@ def _check_local_rank() -> None:
 
 
 def _run_backward(original: Callable) -> Callable:
-    """Autograd's engine with the function mode on. A mode is off while it handles a function, and
-    `torch.autograd.backward` is one; under recompute, Megatron's functions run within it."""
+    """Autograd's engine with the function mode on. A mode is off while it handles a function such as
+    `torch.autograd.backward`, but under recompute Megatron's functions run within it."""
 
     @functools.wraps(original)
     def run_backward(*args: Any, **kwargs: Any) -> Any:
@@ -199,7 +199,7 @@ def use_cpu() -> None:
         return
     if "megatron.core.tensor_parallel.random" in sys.modules and not _is_cpu_build_of_megatron():
         raise RuntimeError("use_cpu() must be called before megatron.core is imported")
-    # torch.optim would import it later. It makes an index of torch's functions, which must be the real ones.
+    # torch.optim would import this later. It makes an index of torch's functions, which must be the real ones.
     importlib.import_module("torch._dynamo")
 
     saved: list[tuple[Any, str, Any]] = []

@@ -1,10 +1,10 @@
-"""Balanced experts in Megatron-LM's training step: placements between steps, replicas within them.
+"""Replicas of hot experts in the training step. They are placed between steps and used within them.
 
-The load of a step decides where replicas are in the next one; `megatron.balanced.experts.planning` plans in a thread.
-Within a step, each micro-batch is split exactly over the instances (`megatron.balanced.experts.moe_layer`).
-`ExpertBalancer` connects these parts with the step: it allocates the slots when the model is complete, places replicas
-when weights are final, and makes sure that the gradient of a home expert is reduced only after its replicas' gradients
-have been added.
+The load of a step decides where replicas are in the next step; a thread plans it
+(`megatron.balanced.experts.planning`). Within a step, the tokens of each micro-batch are split over the instances of
+their experts, homes and replicas (`megatron.balanced.experts.moe_layer`). `ExpertBalancer` connects these parts with
+the step. It allocates the slots when the model is complete and places replicas when weights are final. It delays the
+reduction of a home expert's gradient until the gradients of its replicas have been added.
 """
 
 import dataclasses
@@ -52,13 +52,13 @@ class ReplicaMemoryError(ValueError):
 
 
 class ExpertBalancer(StepCallback):
-    """One on each rank; ranks of an expert-parallel group plan alike.
+    """One on each rank. All ranks of an expert-parallel group make the same plans.
 
-    job: the run.
-    config: the expert flags.
-    machine: speeds of the hardware for the cost model; None plans for balance alone.
-    report: called on one rank of each expert-parallel group with each event of a step, as a function that gives it;
-        None for no events.
+    job: sizes and timeout of the run.
+    config: settings of this balancer.
+    machine: hardware speeds for the cost model. None: placements only balance tokens.
+    report: called on one rank of each expert-parallel group for each event of a step, with a function that returns the
+        event; None for no events.
     """
 
     def __init__(
@@ -78,11 +78,11 @@ class ExpertBalancer(StepCallback):
         self._shared = self._attached = False
         self._iteration = 0
         self._plans: dict[BalancedMoELayer, LayerPlan] = {}  # of the layers on this rank
-        self._known: list[torch.Tensor] | None = None  # loads of the next schedule
+        self._known: list[torch.Tensor] | None = None  # loads of the next schedule, if `will_route` got them
         self._model_config: Any = None
         self._finalize: Callable | None = None
         self._captures = False  # whether one graph holds all passes of an iteration
-        self._first = 0  # iteration of the run
+        self._first = 0  # the first iteration of the run
         self._graph: FullCudaGraphWrapper | None = None  # of whole iterations
 
     def attach(self, chunks: list[torch.nn.Module]) -> None:
@@ -97,7 +97,7 @@ class ExpertBalancer(StepCallback):
         self._cluster = cluster_of(dist.get_process_group_ranks(self._process_group), self._machine)
         self._shared = self._agree_on_mode([layers for layers in self._layers_of_model() if layers])
         config = self.config
-        if self._captures:  # loads are submitted when a plan is due
+        if self._captures:  # then loads are only submitted when a plan is due
             config = dataclasses.replace(config, plan_interval=1)
         model = self._model_config
         self._planner = ReplicaPlanner(self._job, model, config, self._machine, self._cluster, self._shared)
@@ -116,7 +116,7 @@ class ExpertBalancer(StepCallback):
         if self._shared:
             return HeldBytes(buffers=sum(self._slot_bytes(layers, True) for layers in chunks))
         of_layers = {layer.index: self._slot_bytes([layer], False) for layers in chunks for layer in layers}
-        last = self._model_config.num_layers  # what follows are layers of multi-token prediction, which do not move
+        last = self._model_config.num_layers  # higher numbers are layers of multi-token prediction, which do not move
         return HeldBytes(
             {number: size for number, size in of_layers.items() if number < last},
             sum(size for number, size in of_layers.items() if number >= last),
@@ -137,8 +137,8 @@ class ExpertBalancer(StepCallback):
     def _after_backward(self, position: int, start_grad_sync: Callable) -> Callable:
         """`start_grad_sync` of the model chunk at `position`, which waits for the replicas' gradients first.
 
-        With pipeline stages, gradients are reduced all together at a point that the schedule chooses, after the
-        backward passes of the chunk. Megatron keeps the function for the whole run.
+        With pipeline stages, all gradients are reduced together after the backward passes of the chunk, when the
+        schedule calls this function. Megatron keeps the function for the whole run.
         """
 
         def start(*unused: Any) -> None:
@@ -150,7 +150,7 @@ class ExpertBalancer(StepCallback):
 
     def layers_moved(self) -> None:
         """Allocate the slots of the layers on this rank. Called again between two steps when layers have moved or have
-        been wrapped again; layers that stay keep their placement and history, layers that arrive start without."""
+        been wrapped again. Layers that stay keep their placement and history; layers that arrive start without."""
         for chunk in self._chunk_at.values():
             chunk.close()
         before, moved, self._plans, self._chunk_at = self._plans, self._attached, {}, {}
@@ -173,9 +173,11 @@ class ExpertBalancer(StepCallback):
         return [[module for module in model.modules() if isinstance(module, BalancedMoELayer)] for model in models]
 
     def _agree_on_mode(self, chunks: list[list[BalancedMoELayer]]) -> bool:
-        """Whether layers share slots: the same on all ranks, decided by the one with the least free memory.
+        """Whether layers share slots. All ranks agree; the rank with the least free memory decides.
 
         chunks: the MoE layers of each model chunk that has some.
+
+        Raises ReplicaMemoryError on all ranks if the slots do not fit.
         """
         free = torch.cuda.mem_get_info()[0]
         if is_cpu():
@@ -211,12 +213,12 @@ class ExpertBalancer(StepCallback):
         )
 
     def will_route(self, loads: Sequence[Any]) -> None:
-        """Tell what the next training schedule will route, where that is known; replicas are placed for it. All ranks
+        """Announce the routing of the next training schedule, if it is known. Replicas are placed for it. All ranks
         call it together, before each such schedule.
 
-        loads: [micro-batch] -> int [layer, expert], what this rank sends to each expert; `replay.count_routed` counts
-            it. Layers are those of the whole model, from 0, with those of multi-token prediction behind. Rows of layers
-            on other ranks, and of layers without experts, are not read.
+        loads: [micro-batch] -> int [layer, expert], tokens that this rank sends to each expert, as counted by
+            `replay.count_routed`. There is a row for each layer of the whole model, from 0, and behind these for each
+            layer of multi-token prediction. Rows of layers on other ranks and of layers without experts are ignored.
 
         Raises ValueError for other shapes.
         """
@@ -247,7 +249,7 @@ class ExpertBalancer(StepCallback):
                 self._graph.reset_cuda_graph("training")
 
     def _is_due(self, iteration: int) -> bool:
-        """Whether replicas are placed after `iteration`, where iterations are captured."""
+        """Whether replicas are placed after `iteration`, if iterations are captured."""
         return iteration == self._first or (iteration + 1) % self.config.plan_interval == 0
 
     def begin_schedule(self) -> None:
@@ -255,7 +257,7 @@ class ExpertBalancer(StepCallback):
         tables = {}
         for layer in self._layers():
             plan = self._plans[layer]
-            if layer.frozen:  # replicas would be sent for a forward pass alone
+            if layer.frozen:  # replicas would be sent for a forward pass only
                 plan.tables = layer.without_replicas
             if layer.placement != plan.placed:
                 tables[layer] = plan.tables
@@ -266,7 +268,7 @@ class ExpertBalancer(StepCallback):
         self._model_config.finalize_model_grads_func = self._finalize_gradients
 
     def _begin_run(self) -> None:
-        """Before the passes of an iteration. The transfers that start here are part of a graph of the iteration."""
+        """Before the passes of an iteration. Transfers that start here are captured in a graph of the iteration."""
         for ddp in self._model:
             if self._captures and ddp.ddp_config.overlap_param_gather:
                 # A validation or a save has gathered parameters already; each replay must gather them.
@@ -278,7 +280,7 @@ class ExpertBalancer(StepCallback):
             chunk.begin_step()
 
     def _place_known(self) -> None:
-        """Place replicas for the routing of this schedule where it was told."""
+        """Place replicas for the routing that `will_route` has announced, if any."""
         known, self._known = self._known, None
         if known is None:
             return
@@ -309,7 +311,7 @@ class ExpertBalancer(StepCallback):
                     self._planner.submit(layer, self._plans[layer], layer.loads, self._iteration + 1, overlap)
 
     def end_step(self) -> None:
-        if self._model_config.cuda_graph_impl != "none":  # a capture that comes next fails where another thread waits
+        if self._model_config.cuda_graph_impl != "none":  # a capture may come next, and fails if another thread waits
             self._planner.wait()
         waited_ms = self._planner.take_waited_ms()
         if (
@@ -333,8 +335,8 @@ class ExpertBalancer(StepCallback):
                 self._report(line)
 
     def _submit(self, chunk: ExpertChunk, layer: BalancedMoELayer, load: Any) -> None:
-        """Plan the next iteration of `layer` if `load`, of a micro-batch that is routed now, is the last of this one.
-        Nothing is planned here where the iteration is captured."""
+        """Plan the next iteration of `layer` if `load`, of the micro-batch that is routed now, is the last of this
+        iteration. Does nothing if iterations are captured."""
         if layer.frozen or self._captures:
             return
         if len(layer.loads) + 1 == get_num_microbatches():
@@ -342,8 +344,8 @@ class ExpertBalancer(StepCallback):
             self._planner.submit(layer, self._plans[layer], [*layer.loads, load], self._iteration + 1, overlap)
 
     def _overlap(self, chunk: ExpertChunk, layer: BalancedMoELayer) -> Overlap:
-        """What computes while the replicas of `layer` are sent. In later pipeline stages and chunks, micro-batches are
-        computed elsewhere while the first layer waits."""
+        """The compute that overlaps the transfer of `layer`'s replicas. In later pipeline stages and chunks, other
+        stages compute while the first layer waits."""
         position = layer.experts.position
         if position:
             return Overlap(False, layer.index - chunk.layers[position - 1].index)

@@ -15,11 +15,11 @@ __all__ = ["LayerMilliseconds", "layer_event"]
 
 
 class LayerMilliseconds(NamedTuple):
-    """What a layer took in a step, in milliseconds.
+    """Milliseconds of a layer in a step.
 
-    exposed: for which computation waited for the layer's replicas.
-    plan: spent planning the layer.
-    plan_wait: for which the step waited for the layer's plan.
+    exposed: computation waited for the layer's replicas.
+    plan: planning of the layer.
+    plan_wait: the step waited for the layer's plan.
     """
 
     exposed: float
@@ -35,15 +35,15 @@ def layer_event(
     planner: str,
     spent: LayerMilliseconds,
 ) -> Callable[[], dict[str, Any]]:
-    """One line of the event log, as a function to be called once the device has passed the end of the step: the host
-    does not wait for the copies of loads that start here.
+    """A function that makes the event of a layer. Copies of loads to the host start here. Call the function once the
+    device has passed the end of the step, so that the host does not wait for them.
 
     iteration: the iteration that has ended, from 0.
     layer: the layer, with the loads of the iteration's micro-batches.
     chunk: its model chunk, whose slots know what was sent.
     plan: the layer's placement and history.
     planner: of the experts' config.
-    spent: what the layer took.
+    spent: milliseconds of the layer.
     """
     homes, replicas = layer.num_local_experts, layer.placement.replicas
     loads, served = _copy(layer.loads), _copy(layer.served) if replicas else None

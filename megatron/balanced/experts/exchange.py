@@ -1,7 +1,7 @@
-"""Balanced experts in a model that exists: classes of modules are exchanged, as torch's `fully_shard` does.
+"""Adds replicas to the MoE layers of a finished model by changing the class of modules, as torch's `fully_shard` does.
 
-Parameters with their names, hooks and sharded state stay, so it makes no difference to data parallelism, optimizers and
-checkpoints whether they were made before.
+Parameters keep their names, hooks and sharded state. So data parallelism, optimizers and checkpoints may be made before
+or after.
 """
 
 from collections.abc import Iterable
@@ -21,7 +21,7 @@ _BALANCED = {SequentialMLP: ReplicatedSequentialMLP, TEGroupedMLP: ReplicatedTEG
 
 
 def balance_layers(chunks: Iterable[torch.nn.Module], slots: int) -> list[BalancedMoELayer]:
-    """Have the MoE layers of model chunks dispatch to replicas in `slots` slots. Returns these layers.
+    """Make the MoE layers of model chunks dispatch to replicas, in `slots` slots a rank. Returns these layers.
 
     Raises ValueError for experts that cannot have replicas.
     """
@@ -35,19 +35,19 @@ def balance_layers(chunks: Iterable[torch.nn.Module], slots: int) -> list[Balanc
     use_balanced(layers)
     for layer in layers:
         layer.prepare(slots)
-        layer._gathers_counts = False  # the dispatcher gathers counts itself, since nothing of it is patched
+        layer._gathers_counts = False  # the dispatcher is not patched, so it gathers counts itself
         experts = layer.experts
         experts.ends_after_backward_dw = experts.config.delay_wgrad_compute
         if isinstance(experts, ReplicatedSequentialMLP):
-            for linear in experts.modules():  # replicas have no buffers to which gradients could be added at once
+            for linear in experts.modules():  # fused accumulation needs gradient buffers, which replicas lack
                 if getattr(linear, "gradient_accumulation_fusion", False):
                     linear.gradient_accumulation_fusion = False
     return layers
 
 
 def _has_own_linears(experts: torch.nn.Module) -> bool:
-    """Whether sequential experts have linear layers of megatron.core, not of Transformer Engine, whose gradients go to
-    buffers that replicas do not have."""
+    """Whether sequential experts have linear layers of megatron.core. Those of Transformer Engine add gradients to
+    buffers, which replicas do not have."""
     names = ("linear_fc1", "linear_fc2")
     own = ColumnParallelLinear, RowParallelLinear
     linears = [getattr(expert, name) for expert in getattr(experts, "local_experts", ()) for name in names]
@@ -55,14 +55,14 @@ def _has_own_linears(experts: torch.nn.Module) -> bool:
 
 
 def use_balanced(layers: Iterable[MoELayer]) -> None:
-    """Have `layers` dispatch to replicas."""
+    """Make `layers` dispatch to replicas."""
     for layer in layers:
         layer.__class__ = BalancedMoELayer
         layer.experts.__class__ = _BALANCED.get(type(layer.experts), type(layer.experts))
 
 
 def use_plain(layers: Iterable[BalancedMoELayer]) -> None:
-    """Have `layers` of `balance_layers` be Megatron's until `use_balanced`. What they know of replicas is kept."""
+    """Turn `layers` of `balance_layers` into Megatron's own until `use_balanced`. They keep their replica state."""
     plain = {balanced: own for own, balanced in _BALANCED.items()}
     for layer in layers:
         layer.token_dispatcher = layer._logical

@@ -1,9 +1,9 @@
-"""Replica slots of one model chunk of Megatron-LM, and home gradients that are held back for those of their replicas.
+"""Replica slots of one model chunk. Gradients of home experts are held back until those of their replicas are added.
 
 Megatron reduces a bucket of gradients over data-parallel ranks as soon as its last gradient is complete, during the
-backward pass. All ranks of a reduction must start their buckets in the same order, but each expert-parallel group
-places replicas on its own: a layer may have replicas in one group and none in another. The gradients of every MoE layer
-are therefore released at a point that depends on the backward pass alone, whatever the placements are.
+backward pass. All ranks of a reduction must start their buckets in the same order. But each expert-parallel group
+places replicas on its own: a layer may have replicas in one group and none in another. So the gradients of every MoE
+layer are released at a point that depends on the backward pass only, not on placements.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ __all__ = ["ExpertChunk"]
 
 
 def _accumulates_fused(experts: torch.nn.Module) -> bool:
-    """Whether products with the weights of `experts` add gradients to buffers themselves."""
+    """Whether the GEMMs for weight gradients of `experts` add them to gradient buffers (fused accumulation)."""
     return isinstance(experts, ReplicatedTEGroupedMLP) and experts.linear_fc1.fuse_wgrad_accumulation
 
 
@@ -72,8 +72,8 @@ class ExpertChunk:
         self._buckets = [
             {bucket_of[p]: None for expert in layer for p in expert if p in bucket_of} for layer in homes
         ]  # by layer, in the same order on all ranks
-        self._gathers = [*ddp.bucket_groups[-1:], *ddp.expert_parallel_bucket_groups]  # that `begin_step` starts
-        self._following: dict[Any, Any] = {}  # bucket group -> the one that it would gather ahead
+        self._gathers = [*ddp.bucket_groups[-1:], *ddp.expert_parallel_bucket_groups]  # `begin_step` starts them
+        self._following: dict[Any, Any] = {}  # bucket group -> the one that Megatron would gather ahead
         if config.overlap_param_gather:
             for bucket_group in self._gathers:
                 bucket_group.start_param_sync = self._once(bucket_group)
@@ -86,8 +86,9 @@ class ExpertChunk:
                 bucket_group.register_grad_ready = self._deferred(bucket_group)
 
     def _advance_transfers(self) -> list[Any]:
-        """Post a turn of the transfers before each module with weights in the transformer layers, in both directions,
-        and before the experts. Those modules run in the same order on all ranks of the expert-parallel group."""
+        """Start the next chunk of the transfers before each module with weights in the transformer layers, forward and
+        backward, and before the experts. These modules run in the same order on all ranks of the expert-parallel group.
+        """
         slots, experts = self.slots, [layer.experts for layer in self.layers]
         within = {module for of_layer in experts for module in of_layer.modules()}
         blocks = [module for module in self._ddp.modules() if isinstance(module, TransformerLayer)]
@@ -107,12 +108,12 @@ class ExpertChunk:
         ]
 
     def close(self) -> None:
-        """The modules are no longer this chunk's."""
+        """Remove the hooks on modules."""
         for hook in self._hooks:
             hook.remove()
 
     def take_off(self) -> None:
-        """Close, and leave layers and buckets, which stay, as they were before this chunk: without slots."""
+        """Close, and restore layers and buckets to their state without slots."""
         self.close()
         for layer in self.layers:
             layer.experts.slots, layer.routed = None, None
@@ -123,7 +124,8 @@ class ExpertChunk:
             bucket_group.next_param_gather_bucket_group = following
 
     def _once(self, bucket_group: Any) -> Callable:
-        """The bucket's `start_param_sync` without effect on a gather in flight, which interleaved schedules repeat."""
+        """The bucket's `start_param_sync`, with no effect on an all-gather in flight. Interleaved schedules repeat it.
+        """
         start = bucket_group.start_param_sync
 
         def start_param_sync(force_sync: bool = False) -> None:
@@ -170,9 +172,9 @@ class ExpertChunk:
 
     def begin_step(self) -> None:
         if self._gathers_ahead():
-            # Replicas are sent before a forward pass would gather their weights. Which layers have replicas differs
-            # between expert-parallel groups, but gathers must start in the same order on all ranks: start all now,
-            # behind that of the first dense layers, which the forward pass waits for first.
+            # Replicas are sent before a forward pass would gather their weights. Gathers must start in the same order
+            # on all ranks, but expert-parallel groups have replicas in different layers. So start all gathers now,
+            # after that of the first dense layers, which the forward pass waits for first.
             for bucket_group in self._gathers:
                 bucket_group.start_param_sync()
         placements = [layer.placement for layer in self.layers]

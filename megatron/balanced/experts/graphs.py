@@ -1,15 +1,15 @@
-"""What CUDA graphs may hold beside replicas of experts.
+"""CUDA graphs together with replicas of experts.
 
-A graph repeats the kernels that it captured, on the same addresses and shapes and without any Python. With
-`--cuda-graph-impl transformer_engine`, attention, dense layers and routers can be part of one. Everything behind the
-router cannot: each micro-batch is split anew over the instances of its experts, the host plans from its load, and
+A graph repeats the kernels that it captured, with the same addresses and shapes and without any Python. With
+`--cuda-graph-impl transformer_engine`, graphs may contain attention, dense layers and routers. They cannot contain what
+follows the router: each micro-batch is split over the instances of its experts, the host plans from its load, and
 transfers of replicas start there.
 
-With `--cuda-graph-impl full_iteration` one graph holds all forward and backward passes of an iteration. The split of
-each micro-batch is part of it, since it is computed on the device, and so are the transfers of replicas. The placement
-is not: it is one of the host's decisions that the graph repeats. So it changes every plan_interval iterations,
-and the graph is captured again if it did.
-Megatron-LM runs --cuda-graph-warmup-steps iterations without a graph before a capture; that is what a change costs.
+With `--cuda-graph-impl full_iteration`, one graph holds all forward and backward passes of an iteration. It contains
+the split of each micro-batch, since the device computes it, and the transfers of replicas. The host decides the
+placement, so the graph repeats the one that it was captured with. So the placement changes only every plan_interval
+iterations. If it has changed, the graph is captured again, which costs the --cuda-graph-warmup-steps iterations that
+Megatron-LM runs without a graph before a capture.
 """
 
 from collections.abc import Callable, Iterable
@@ -26,7 +26,7 @@ def captures_iterations(model: Any) -> bool:
 
 
 def check_kernels(layers: Iterable[Any]) -> None:
-    """Raise ValueError where the host would divide the tokens of a layer, and a graph of iterations could not.
+    """Raise ValueError if the host would split the tokens of a layer, which a graph of iterations cannot contain.
 
     layers: MoE layers with replicas (`BalancedMoELayer`), complete and on their device.
     """
@@ -38,12 +38,12 @@ def check_kernels(layers: Iterable[Any]) -> None:
 
 
 def graph_of_iterations(schedule: Any, before: Callable[[], None]) -> Any:
-    """Megatron-LM's `FullCudaGraphWrapper`, which captures and replays whole iterations, and from now on calls `before`
-    at the beginning of what it captures or runs without a graph.
+    """Megatron-LM's `FullCudaGraphWrapper`, which captures and replays whole iterations. From now on it calls `before`
+    at the beginning of each iteration that it captures or runs without a graph.
 
-    schedule: the schedule of micro-batches in Megatron-LM's wrappers, of which one captures.
+    schedule: the schedule of micro-batches, in Megatron-LM's wrappers.
     """
-    from megatron.core.full_cuda_graph import FullCudaGraphWrapper  # with torch's device, which flags choose
+    from megatron.core.full_cuda_graph import FullCudaGraphWrapper  # only after flags have chosen the device
 
     while not isinstance(schedule, FullCudaGraphWrapper):
         schedule = schedule.forward_backward_func

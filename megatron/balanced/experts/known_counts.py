@@ -1,9 +1,9 @@
 """Counts of tokens, gathered once for Megatron's dispatcher and for balanced experts.
 
-Balanced experts gather the load of a micro-batch before they split it; from the split, every rank knows how many
-tokens go to which physical expert. Megatron's alltoall dispatcher would gather the same counts again, with one more
-collective in each MoE layer that the host waits for. Inside `known_counts` it gets the known counts instead. Where
-nothing is to be split, the dispatcher gathers, and balanced experts take what it gathered.
+Balanced experts gather the load of a micro-batch before they split it. From the split, every rank knows how many tokens
+go to which physical expert. Megatron's alltoall dispatcher would gather the same counts again, with one more collective
+in each MoE layer that the host waits for. Inside `known_counts` it gets the known counts instead. If there is nothing
+to split, the dispatcher gathers, and balanced experts use its counts.
 """
 
 import functools
@@ -25,8 +25,8 @@ _known: list[_Counted] = []
 
 @contextmanager
 def known_counts(share: _Counted) -> Iterator[None]:
-    """Make the dispatcher's next gather of counts return `share.counts`: int64, flat, rank by rank; where these are
-    None, make them what it gathers."""
+    """Make the dispatcher's next gather of counts return `share.counts`, int64, flat, rank by rank. If these are None,
+    the dispatcher gathers and stores its result there."""
     _known.append(share)
     try:
         yield

@@ -34,8 +34,8 @@ class _Share:
     """The split of one micro-batch, as one rank needs it.
 
     placed: the placement that the micro-batch is split over.
-    counts: int64 tensor, flat: what each rank sends to each expert, in the order of ranks. None until Megatron-LM's
-        dispatcher has gathered them, where there is nothing to split.
+    counts: int64 tensor, flat: what each rank sends to each expert, in the order of ranks. If there is nothing to
+        split, they are None until Megatron-LM's dispatcher has gathered them.
     interval: first and last, int64 [physical], or None without replicas. A physical expert serves those tokens of its
         logical expert on this rank, numbered from 1, for which first < number <= last.
     """
@@ -69,9 +69,9 @@ class ReplicatedSequentialMLP(SequentialMLP):
 
     Parameters and checkpoints are those of Megatron-LM: a slot runs a home expert's module on the replica's weights.
 
-    ends_after_backward_dw: whether `backward_dw` ends a backward pass, after the gradients of inputs have been handed
+    ends_after_backward_dw: whether `backward_dw` ends a backward pass, after the gradients of inputs have been passed
         on (`--delay-wgrad-compute`).
-    when_computed: calls what it is given when the weight gradients of a backward pass have been computed.
+    when_computed: calls its argument when the weight gradients of a backward pass have been computed.
     """
 
     slots: ReplicaSlots | None = None  # set when the model is complete; None: no replicas
@@ -79,8 +79,8 @@ class ReplicatedSequentialMLP(SequentialMLP):
     when_computed = staticmethod(at_once)
 
     def __init__(self, num_local_experts: int, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
-        # Fused accumulation adds a weight's gradient to its buffer of data parallelism, and a replica has none. These
-        # experts return their gradients to autograd; the rest of the model keeps the fusion.
+        # Fused accumulation adds a weight's gradient to its data-parallel buffer, which a replica does not have. So
+        # these experts return their gradients to autograd. The rest of the model keeps the fusion.
         config = copy.copy(config)
         config.gradient_accumulation_fusion = False
         super().__init__(num_local_experts, config, *args, **kwargs)
@@ -167,7 +167,7 @@ class ReplicatedSequentialMLP(SequentialMLP):
 
 
 def place_layers(tables: dict["BalancedMoELayer", SplitTables]) -> None:
-    """Split the following micro-batches of each layer over another placement, with one copy to the device for all."""
+    """Split later micro-batches of each layer over a new placement, with one copy to the device for all layers."""
     device = next(iter(tables)).device if tables else None
     for layer, placed in zip(tables, place_all(list(tables.values()), device), strict=True):
         layer._placed = placed
@@ -181,7 +181,7 @@ class BalancedMoELayer(MoELayer):
         self.prepare(slots)
 
     def prepare(self, slots: int) -> None:
-        """Make what this layer has beside Megatron's."""
+        """Add the attributes that Megatron's layer does not have."""
         self.slots = slots
         self.frozen = False  # runs forward only, without gradients
         width = self.num_local_experts + slots
@@ -194,9 +194,9 @@ class BalancedMoELayer(MoELayer):
         )
         if self._logical.shared_experts is not None:
             self._physical.set_shared_experts(self._logical.shared_experts)
-        # NCCL EP is started once in a process, for one number of experts: that of homes and slots, which may be empty.
-        # With a budget of tokens, Megatron-LM asks the layer's dispatcher after a step whether it was exceeded, also
-        # where a CUDA graph has run the step: that must be the dispatcher that it ran.
+        # In two cases the physical dispatcher runs even if all slots are empty. NCCL EP is started once in a process,
+        # for one number of experts. With a token budget, Megatron-LM asks the layer's dispatcher after a step whether
+        # the budget was exceeded; if a CUDA graph ran the step, that must be the dispatcher that the graph ran.
         self._fixed_experts = self.config.moe_token_dispatcher_type == "flex" and (
             self.config.moe_flex_dispatcher_backend == "ncclep"
             or self.config.moe_expert_rank_capacity_factor is not None
@@ -249,7 +249,7 @@ class BalancedMoELayer(MoELayer):
     def preprocess(self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor) -> Any:
         dispatched, *rest = self._preprocess(hidden_states, probs, routing_map)
         if self.training:
-            # The exchange of tokens comes next; in a backward pass it has just ended.
+            # The token all-to-all comes next; in a backward pass it has just ended.
             dispatched = _OnBackward.apply(dispatched, self._begin_compute)
         return dispatched, *rest
 
@@ -293,7 +293,7 @@ class BalancedMoELayer(MoELayer):
         return dispatched
 
     def _with_empty_slots(self, probs: torch.Tensor, routing_map: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Both for the physical dispatcher, without replicas: [token, expert] -> [token, physical]."""
+        """Widen both for the physical dispatcher with empty slots: [token, expert] -> [token, physical]."""
         self.token_dispatcher = self._physical
 
         def widen(of_experts: torch.Tensor) -> torch.Tensor:
@@ -303,7 +303,7 @@ class BalancedMoELayer(MoELayer):
         return widen(probs), widen(routing_map)
 
     def _hides_empty_slots(self, dispatch_postprocess: Callable) -> Callable:
-        """The dispatcher's method, whose counts of tokens are those of homes alone while there are no replicas."""
+        """The dispatcher's method. While there are no replicas, its counts of tokens are those of homes only."""
 
         def of_homes(*args: Any) -> tuple[Any, Any, Any]:
             hidden, counts, probs = dispatch_postprocess(*args)

@@ -56,7 +56,7 @@ class Planned(NamedTuple):
 class Overlap(NamedTuple):
     """The forward compute that overlaps the transfer of a layer's replicas.
 
-    first: no experts compute meanwhile, since the layer is the first MoE layer of the model.
+    first: whether the layer is the first MoE layer of the model, so that no experts compute meanwhile.
     attention_layers: number of layers whose attention computes meanwhile.
     """
 
@@ -72,8 +72,8 @@ class LayerPlan:
     history: loads of past iterations.
     drift: total variation between the last two loads.
     age: iterations since the load that `placed` was planned from.
-    arrived: whether the layer has moved here and was not planned since: it is at the next chance, or it would cost more
-        than at home until the interval is over, which the balancer of layers would measure.
+    arrived: whether the layer has moved here and has not been planned since. It is planned without waiting for the
+        interval. Otherwise the layer balancer would measure the higher cost of a layer without replicas.
     """
 
     tables: SplitTables
@@ -91,10 +91,10 @@ class LayerPlan:
 class ReplicaPlanner:
     """Plans the layers of one rank.
 
-    job: the run.
+    job: sizes of the run.
     model: its config.
-    config: the expert flags.
-    machine: speeds of the hardware for the cost model; None plans for balance alone.
+    config: settings of the expert balancer.
+    machine: hardware speeds for the cost model. None: placements only balance tokens.
     cluster: nodes and links of the expert-parallel group.
     shared: whether layers share slots, which are then filled again for every micro-batch.
     """
@@ -112,7 +112,7 @@ class ReplicaPlanner:
         self._cluster, self._shared = cluster, shared
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="replicas")
         self._submitted: dict[int, tuple[LayerPlan, Future[Planned]]] = {}  # by the identity of the record
-        # On a CPU, threads that compute want the cores that a process would plan on.
+        # None on a CPU: another process would take cores from the threads that compute.
         self._worker = None if is_cpu() else Worker()
         self.plan_ms = 0.0  # of the last placements that were adopted, all layers together
         self.waited_ms = 0.0
@@ -120,7 +120,7 @@ class ReplicaPlanner:
     def submit(
         self, layer: BalancedMoELayer, plan: LayerPlan, loads: list[Any], iteration: int, overlap: Overlap
     ) -> None:
-        """Start planning one layer, unless it was: a step whose schedule runs again has the same loads.
+        """Start planning one layer, unless it was submitted already: a schedule that runs again has the same loads.
 
         layer: the layer, whose sizes and homes are read.
         plan: its record, whose history the thread extends.
@@ -228,8 +228,8 @@ def check_same_plans(plans: list[LayerPlan], hosts: dist.ProcessGroup) -> None:
 
 
 def _on_host(loads: list[Any]) -> Callable[[], np.ndarray]:
-    """Start the copy of loads of one shape from the GPU, if they are there. Returns what waits for it, and for nothing
-    that is queued later: [micro-batch, source_rank, expert]."""
+    """Start the copy of loads of one shape from the GPU, if they are there. Returns a function that waits for this copy
+    only, not for later work, and returns [micro-batch, source_rank, expert]."""
     if not isinstance(loads[0], torch.Tensor):
         return lambda: np.stack(loads)
     copied = torch.stack(loads).to("cpu", non_blocking=True)
@@ -254,8 +254,8 @@ def _expert_shape(layer: BalancedMoELayer) -> ExpertShape:
 
 
 def _attention_flops(job: Job, model: TransformerConfig) -> float:
-    """Lower bound of a layer's attention for one token, forward: its four projections and the causal half of its
-    scores."""
+    """Lower bound of the FLOPs of a layer's attention for one token, forward: its four projections and the causal half
+    of its scores."""
     return model.hidden_size * (8 * model.hidden_size + 2 * job.seq_length)
 
 
@@ -271,13 +271,13 @@ def _tokens(job: Job, model: TransformerConfig) -> float:
 
 
 def expert_share(job: Job, model: TransformerConfig, layers: list[BalancedMoELayer]) -> float | None:
-    """Part of the compute from one MoE layer to the next that is the experts', as `ReplicaSlots` takes it.
+    """The experts' fraction of the compute from one MoE layer to the next, for `ReplicaSlots`.
 
-    job: the run.
+    job: sizes of the run.
     model: its config.
-    layers: the MoE layers of one model chunk, at least one. Dense layers in between count as attention alone.
+    layers: the MoE layers of one model chunk, at least one. Dense layers in between count as attention only.
 
-    None where a micro-batch computes while another exchanges its tokens: transfers have nothing to leave free then.
+    Returns None if a micro-batch computes during the token all-to-all of another: transfers need not keep links free.
     """
     if model.overlap_moe_expert_parallel_comm:
         return None

@@ -1,8 +1,8 @@
 """Replicas of weights that are stored in 8 bits (`--fp8-param-gather`).
 
-A replica is made of the same parts as its home and so computes the same, bit for bit. What a rank of data parallelism
-derives from the parts that it has gathered, it derives from those of replicas, too. Weights that are stored in 16 bits
-are sent in these: Transformer Engine quantizes a replica as it quantizes the home, also to the same bits.
+A replica has the same tensors as its home and so computes the same, bit for bit. What Megatron-LM derives from gathered
+weights is also derived from those of replicas. Weights that are stored in 16 bits are sent in 16 bits; Transformer
+Engine then quantizes replica and home to the same bits.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from balancing.experts.engine.weights import Parameters, WeightFormat
 
 __all__ = ["QuantizedWeights", "copied_bytes", "weight_format"]
 
-# Of MXFP8, numbers with scales along rows and along columns are rounded apart. Of the others, columns follow from rows.
+# MXFP8 rounds rows and columns separately, so both are sent. In the other formats columns follow from rows.
 _SENT = {
     "Float8Tensor": ("data", "fp8_scale_inv"),
     "Float8BlockwiseQTensor": ("rowwise_data", "rowwise_scale_inv"),
@@ -53,8 +53,8 @@ def weight_format(expert: Parameters) -> WeightFormat:
 
 
 def copied_bytes(config: TransformerConfig) -> int:
-    """Bytes that a layer keeps for each number of a replica beside what is sent: the numbers in 8 bits, by row and by
-    column, or by column where those by row are sent."""
+    """Bytes that a layer keeps for each weight element of a replica in addition to what is sent: the element in 8 bits
+    by row and by column, or by column only if the element by row is sent."""
     if not config.fp8:
         return 0
     if not config.fp8_param:

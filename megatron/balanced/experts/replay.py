@@ -1,7 +1,6 @@
 """Routing that is known before a step runs it, as in reinforcement learning, where the rollout has routed the tokens.
 
-`ExpertBalancer.will_route` takes the loads of the coming schedule. Replicas are then placed by the load that it will
-have, and nothing is predicted.
+`ExpertBalancer.will_route` takes the loads of the next schedule. Replicas are then placed for them, without prediction.
 """
 
 from collections.abc import Sequence

@@ -1,9 +1,9 @@
 """Replicas as further weights of Transformer Engine's grouped experts (`--moe-grouped-gemm`).
 
-Transformer Engine's grouped linear layer keeps one weight for each expert and hands all of them to one grouped GEMM.
-Replicas join as further weights that are no parameters: they are in no optimizer, checkpoint or gradient buffer of data
-parallelism, and nothing is copied. Everything else is Megatron-LM's own `TEGroupedMLP`, run with more experts: padding
-and quantization, the activation and its recomputation, and gradients that products add to their buffers.
+Transformer Engine's grouped linear layer keeps one weight for each expert and passes all of them to one grouped GEMM.
+Replicas are further weights of this GEMM, without a copy. They are not parameters, so they are in no optimizer,
+checkpoint or data-parallel gradient buffer. Everything else is Megatron-LM's own `TEGroupedMLP` with more experts:
+padding and quantization, the activation and its recomputation, and fused accumulation of gradients.
 """
 
 from typing import Any
@@ -97,7 +97,7 @@ class ReplicatedTEGroupedMLP(TEGroupedMLP):
     def compute_weight_gradients(self) -> None:
         """Compute the weight gradients that the backward pass has left out."""
         slots = self.slots
-        # Which replicas there are does not change between the passes of an iteration.
+        # The replicas stay the same for all passes of an iteration.
         holds = slots is not None and slots.is_held(self.position)
         TEGroupedMLP.backward_dw(self._homes_and(slots) if holds else self)
 

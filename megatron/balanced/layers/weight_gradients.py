@@ -117,7 +117,7 @@ class WeightGradients:
 
     @contextlib.contextmanager
     def _as_then(self, piece: _Piece) -> Iterator[None]:
-        """Set the buckets of a chunk to the micro-batch of `piece`, since another one may be in its backward pass now."""
+        """Set the buckets of a chunk to the micro-batch of `piece`. Another one may be in its backward pass by now."""
         ddp = self._chunks[piece.chunk]
         buckets = [*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups]
         now = [bucket_group.is_last_microbatch for bucket_group in buckets]

@@ -1,7 +1,7 @@
 """The layers of a hybrid model without Transformer Engine (`--hybrid-layer-pattern`, `--transformer-impl local`).
 
-Megatron-LM 0.19.2 has a spec of them with modules of Transformer Engine alone. Here the same layers have Megatron-LM's
-own modules, as those of its GPT model, and checkpoints have the names of Transformer Engine's.
+Megatron-LM 0.19.2 has a spec of these layers only with modules of Transformer Engine. This spec uses Megatron-LM's own
+modules, as its local GPT layers do. Checkpoints have the names of Transformer Engine's modules.
 """
 
 from dataclasses import dataclass
@@ -28,13 +28,13 @@ __all__ = ["LocalHybridStack", "LocalStackSubmodules", "local_stack_spec"]
 
 @dataclass
 class LocalStackSubmodules(HybridStackSubmodules):
-    """Megatron-LM's, with the class of the final norm, for which it takes Transformer Engine's."""
+    """Megatron-LM's submodules, and the class of the final norm. Megatron-LM always uses Transformer Engine's norm."""
 
     final_norm: Any = WrappedTorchNorm
 
 
 class LocalHybridStack(HybridStack):
-    """Megatron-LM's, with the final norm of its submodules."""
+    """Megatron-LM's stack, with the final norm of its submodules."""
 
     def __init__(
         self,

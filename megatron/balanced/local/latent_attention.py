@@ -1,10 +1,10 @@
 """Multi-latent attention without Transformer Engine (`--multi-latent-attention`, `--transformer-impl local`).
 
-Queries, keys and values are projected up from compressed ones, and a part of each key, which carries the position, is
-shared by all heads (DeepSeek-V2, arXiv 2405.04434, section 2.1). Megatron-LM has a layer spec of its own modules for it
-that does not train: its core attention takes values of the keys' size only. With tensor parallelism, two gradients are
-wrong: that of the shared part of the keys lacks the other ranks' heads, and without sequence parallelism that of the
-queries' norm is multiplied by the number of ranks.
+Queries, keys and values are projected up from compressed ones. All heads share the part of each key that carries the
+position (DeepSeek-V2, arXiv 2405.04434, section 2.1). Megatron-LM's layer spec with its own modules does not train,
+since its core attention only takes values of the keys' size. With tensor parallelism, two gradients are also wrong. The
+gradient of the shared part of the keys lacks the heads of other ranks. Without sequence parallelism, the gradient of
+the queries' norm is multiplied by the number of ranks.
 """
 
 from typing import Any
@@ -55,7 +55,7 @@ class LatentSelfAttention(MLASelfAttention):
             return queries, keys_values
         keys_values = gather_from_tensor_model_parallel_region(keys_values)
         if self.config.sequence_parallel:
-            # Gathered by tokens where it is used, the shared part has gradients that are added up over ranks.
+            # The shared part is gathered by tokens where it is used, which adds up its gradients over ranks.
             return queries, scatter_to_sequence_parallel_region(keys_values)
         compressed, shared = keys_values.split([self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim], dim=-1)
         return queries, torch.cat([compressed, copy_to_tensor_model_parallel_region(shared)], dim=-1)

@@ -1,7 +1,7 @@
 """Mamba layers on CPUs (`M` in `--hybrid-layer-pattern`): stand-ins for the kernels of mamba_ssm, which need a GPU.
 
-Megatron-LM's mixer refuses to be built without mamba_ssm. Here it runs as it is, on functions that compute what those
-kernels do token by token in PyTorch: exact and slow, for tests and small models. On a GPU nothing stands in.
+Megatron-LM's mixer refuses to be built without mamba_ssm. Here it runs unchanged, on PyTorch functions that compute the
+same token by token. They are exact and slow, for tests and small models. On a GPU they are not used.
 """
 
 from collections.abc import Iterator
@@ -50,7 +50,7 @@ class GatedNorm(torch.nn.Module):
 
 @contextmanager
 def kernels() -> Iterator[None]:
-    """A context in which Megatron-LM's mixer finds what it takes of mamba_ssm."""
+    """A context in which Megatron-LM's mixer uses these functions instead of mamba_ssm."""
     with mock.patch.multiple(
         mamba_mixer,
         HAVE_MAMBA_SSM=True,

@@ -1,4 +1,4 @@
-"""Attention over packed documents without Transformer Engine, which Megatron-LM's own modules do not have."""
+"""Attention over packed documents without Transformer Engine. Megatron-LM's own modules do not have it."""
 
 from itertools import pairwise
 from typing import Any
