@@ -124,8 +124,7 @@ class ExpertChunk:
             bucket_group.next_param_gather_bucket_group = following
 
     def _once(self, bucket_group: Any) -> Callable:
-        """The bucket's `start_param_sync`, with no effect on an all-gather in flight. Interleaved schedules repeat it.
-        """
+        """The bucket's `start_param_sync`, which interleaved schedules repeat. It ignores an all-gather in flight."""
         start = bucket_group.start_param_sync
 
         def start_param_sync(force_sync: bool = False) -> None:

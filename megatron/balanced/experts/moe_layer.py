@@ -239,11 +239,11 @@ class BalancedMoELayer(MoELayer):
         kernels_split(self.placement, self.device)  # compiles them now, and not in a step
 
     def tables(self, placement: ReplicaPlacement) -> SplitTables:
-        """What splits over `placement` read, for `place_layers`."""
+        """The tables for splits over `placement`, as `place_layers` takes them."""
         return SplitTables(placement, self.device)
 
     def place(self, placement: ReplicaPlacement) -> None:
-        """Split the following micro-batches over `placement`."""
+        """Split later micro-batches over `placement`."""
         place_layers({self: self.tables(placement)})
 
     def preprocess(self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor) -> Any:

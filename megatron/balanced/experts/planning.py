@@ -193,7 +193,8 @@ class ReplicaPlanner:
                 "first": overlap.first,
                 "micro_batches": self._micro_batches_served(),
             }
-        # Attributes alone: after its step, a layer of another loop has Megatron's class, without the methods of ours.
+        # Read only attributes of the layer. After a step, a layer of another loop has Megatron's class, not our
+        # methods.
         alone, config = layer.without_replicas, self._config
         plan = plan_with_gain if self._worker is None else partial(self._worker.call, plan_with_gain)
         placement = plan(

@@ -1,1 +1,1 @@
-"""Balanced sequences in Megatron-LM (`--balance-sequences`): data, plans and attention of context-parallel ranks."""
+"""Balanced sequences (`--balance-sequences`): data, plans and attention of ranks that share micro-batches."""

@@ -1,9 +1,9 @@
 """Attention over documents that are spread over ranks (`--balance-sequences`).
 
 A plan says which rank holds each token. It reaches the layers as Megatron-LM's packed-sequence parameters, through
-every pipeline stage and recomputation. Two modules read it: core attention, which hands queries, keys and values to the
-engine (`balancing.sequences.engine.attention`), and the rotary embedding, whose rows follow each token's position in
-its document. Megatron-LM's own modules support one layout only, the zig-zag of Transformer Engine.
+every pipeline stage and recomputation. Two modules read it. Core attention passes queries, keys and values to the
+engine (`balancing.sequences.engine.attention`). The rotary embedding uses each token's position in its document.
+Megatron-LM's own modules support only one layout, the zig-zag of Transformer Engine.
 """
 
 from collections.abc import Callable
@@ -36,20 +36,20 @@ __all__ = [
 class PlannedSequences(PackedSeqParams):
     """One micro-batch as a rank holds it.
 
-    attention: query, key, value [tokens, heads, head_dim], softmax_scale, sink, and, where latents travel, latent and
-        projection -> [tokens, heads, head_dim].
+    attention: query, key, value [tokens, heads, head_dim], softmax_scale, sink, and if ranks exchange latents, latent
+        and projection -> [tokens, heads, head_dim].
     windowed: the same for layers with a sliding window.
     longest: positions of the longest possible document.
-    positions: int32 [rows], of each row in its document.
-    angles: rotary angles of the rows, kept for the layers of multi-latent attention, which share them.
+    positions: int32 [rows], position of each row in its document.
+    angles: rotary angles of the rows, cached because the layers of multi-latent attention share them.
     tokens: number of rows that are tokens; the rest are padding.
-    weigh: loss mask [row] -> what each row counts, where Megatron-LM averages the loss over micro-batches.
-    prediction: what layers of multi-token prediction see (`megatron.balanced.sequences.prediction`).
-    sample: int32 [rows], the sample of the domain's micro-batch that each row is of; None where no router asks.
-    samples, origins: number of samples, and of Megatron-LM's micro-batches that have them, each as many.
-    order: of documents, for layers that pass a state from token to token; None where there are none.
-    sharing: of a domain that has groups, the group of ranks that hold the micro-batch, each with its share of the
-        tensor-parallel ranks' rows.
+    weigh: loss mask [row] -> weight of each row in the loss, if Megatron-LM averages the loss over micro-batches.
+    prediction: inputs and labels of multi-token prediction (`megatron.balanced.sequences.prediction`).
+    sample: int32 [rows], sample of each row, numbered within the micro-batch; None if no router needs it.
+    samples, origins: number of samples, and number of Megatron-LM's micro-batches that they are from, in equal parts.
+    order: how rows are sorted by document, for layers that pass a state from token to token; None without such layers.
+    sharing: if the domain is split into groups, the process group of the ranks that hold this micro-batch. Each of them
+        has the rows of one tensor-parallel rank.
     """
 
     attention: Callable[..., torch.Tensor] | None = None
@@ -71,7 +71,7 @@ class SequenceCoreAttention(MegatronModule):
     """Core attention of one layer. Its only parameter is the sink of `--softmax-type learnable`, under Megatron-LM's
     name."""
 
-    latest: ClassVar[PlannedSequences | None] = None  # micro-batch, which the router of the same layer meets next
+    latest: ClassVar[PlannedSequences | None] = None  # micro-batch of the last call; the same layer's router reads it
 
     def __init__(
         self, config: TransformerConfig, layer_number: int, *unused: Any, softmax_scale: float | None = None, **kw: Any
@@ -80,7 +80,7 @@ class SequenceCoreAttention(MegatronModule):
         self.softmax_scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
         self.windowed = is_layer_window_attention(window_of(config) or (), config.window_attn_skip_freq, layer_number)
         self.tp_group = mpu.get_tensor_model_parallel_group(check_initialized=False)
-        self.latents: Latents | None = None  # of the keys and values of the call to come
+        self.latents: Latents | None = None  # of the keys and values of the next call
         self.softmax_offset: torch.Tensor | None = None
         if config.softmax_type != "vanilla":
             heads = config.num_attention_heads // config.tensor_model_parallel_size
@@ -121,7 +121,7 @@ class SequenceCoreAttention(MegatronModule):
 
 
 class PlannedMoELayer(MoETransformerLayer):
-    """A layer of experts alone, of a hybrid model, whose router meets the micro-batch that the layer is given: the
+    """A layer of a hybrid model that has only experts. It sets the micro-batch that its router reads, since the
     attention before it may be on another stage."""
 
     def forward(self, *args: Any, packed_seq_params: PackedSeqParams | None = None, **kwargs: Any) -> Any:
@@ -166,7 +166,7 @@ class DocumentRotaryEmbedding(torch.nn.Module):
 
 
 class _LatentRotaryEmbedding(DocumentRotaryEmbedding):
-    """That of a layer with multi-latent attention, for queries [rows, heads, dim]. Layers share the rows."""
+    """Rotary embedding of a layer with multi-latent attention, for queries [rows, heads, dim]. Layers share angles."""
 
     def forward(self, planned: PlannedSequences, **unused: Any) -> Any:
         """Angles [rows, 1, dim]; with YaRN a pair of them and its scale."""
@@ -178,9 +178,9 @@ class _LatentRotaryEmbedding(DocumentRotaryEmbedding):
 
 
 def of_documents(attention: type, *, latents: bool) -> type:
-    """A class of multi-latent attention, whose layers have rotary embeddings of their own, with document positions.
+    """A subclass of a class of multi-latent attention. Each layer's rotary embedding uses positions in documents.
 
-    latents: whether latents travel in the place of keys and values.
+    latents: whether ranks exchange latents instead of keys and values.
     """
 
     class OfDocuments(attention):  # type: ignore[misc, valid-type]
@@ -191,7 +191,7 @@ def of_documents(attention: type, *, latents: bool) -> type:
         def get_query_key_value_tensors(
             self, hidden_states: torch.Tensor, states: Any, positions: Any, packed_seq_params: Any, **rest: Any
         ) -> tuple[torch.Tensor, ...]:
-            """Queries, keys and values; if latents travel, core attention gets those of the keys and values."""
+            """Queries, keys and values. If ranks exchange latents, core attention gets those of the keys and values."""
             found = super().get_query_key_value_tensors(hidden_states, states, positions, packed_seq_params, **rest)
             if latents:
                 self.core_attention.latents = latents_of(self, found[4])

@@ -1,9 +1,9 @@
-"""Documents spread over ranks while Megatron-LM trains (`--balance-sequences`).
+"""Spreads documents over ranks while Megatron-LM trains (`--balance-sequences`).
 
-Plans are made where batches are made (`megatron.balanced.sequences.dataset`) and followed by every layer's attention
-(`megatron.balanced.sequences.attention`). The ranks that share micro-batches (`megatron.balanced.sequences.domain`)
-know the same documents and make the same plan without communication; once an iteration they check that they did,
-before the optimizer acts on it.
+The data loader's worker plans each micro-batch (`megatron.balanced.sequences.dataset`). The attention of every layer
+follows the plan (`megatron.balanced.sequences.attention`). The ranks that share micro-batches
+(`megatron.balanced.sequences.domain`) know the same documents, so they make the same plan without communication. Once
+an iteration, before the optimizer's step, they check that their plans are equal.
 """
 
 import hashlib
@@ -54,17 +54,17 @@ from megatron.balanced.shared.process_groups import cluster_of, duplicate_group,
 
 __all__ = ["SequenceBalancer"]
 
-_KEPT = 64  # plans with their programs
+_KEPT = 64  # plans, with their programs, in the cache
 
 
 class _Columns(NamedTuple):
-    """Whole numbers of a micro-batch: NumPy arrays, then int32 on the device, where one copy brings all.
+    """Index arrays of a micro-batch: in NumPy first, then int32 on the device, uploaded in one copy.
 
-    positions: [row], of the row's token in its document; 0 in padding.
-    origins: [row], of the row's token; 0 in padding.
-    samples: [row], the sample that the row's token is of; none where no router asks.
-    document_ends: [document + 1], of the documents of this data-parallel rank, packed one behind another, from 0.
-    order, back, documents: as in `document_rows`; none where no layer passes a state from token to token.
+    positions: [row], position of the row's token in its document; 0 in padding.
+    origins: [row], origin of the row's token; 0 in padding.
+    samples: [row], sample of the row's token; empty if no router needs it.
+    document_ends: [document + 1], 0 and the ends of this data-parallel rank's documents, packed one after another.
+    order, back, documents: as in `document_rows`; empty if no layer passes a state from token to token.
     """
 
     positions: Any
@@ -77,14 +77,14 @@ class _Columns(NamedTuple):
 
 
 class SequenceBalancer(StepCallback):
-    """One on each rank; ranks that share micro-batches plan alike.
+    """One on each rank. Ranks that share micro-batches make the same plans.
 
-    batches: of the loop.
+    batches: how the loop makes batches.
     model: its config.
-    config: of this balancer.
+    config: settings of this balancer.
     machine: the cluster whose speeds plans use; None for defaults.
     report: receives the events of a step; None without a report.
-    count_documents: receives the ends of the documents of each micro-batch, for a trainer that counts operations.
+    count_documents: receives the ends of the documents of each micro-batch, for a trainer that counts FLOPs.
     """
 
     def __init__(
@@ -103,24 +103,24 @@ class SequenceBalancer(StepCallback):
         self._unpickled: Callable[[bytes], PlannedBatch] = lru_cache(_KEPT)(pickle.loads)
         self._iteration = 0
         self._config: Any = None  # of the model, which the schedule reads
-        self._step: list[MicroBatch] | None = None  # of the training step at hand; None outside of one
-        # Of a step whose documents are dealt over micro-batches: what was read ahead, and tokens with a loss by origin,
-        # on the device.
+        self._step: list[MicroBatch] | None = None  # of the training step in progress; None outside of one
+        # If documents are distributed over the micro-batches of a step: samples that were read ahead, and on the device
+        # the number of tokens with a loss by origin.
         self._ahead: list[list[dict[str, Any]]] = []
         self._counts: torch.Tensor | None = None
-        # Of the domain "data", a group for attention alone: Megatron-LM reduces gradients in its own meanwhile.
+        # With the domain "data", a process group for attention, since Megatron-LM reduces gradients in its own group
+        # meanwhile.
         self._data: Any = None
-        # The hosts of the ranks that share micro-batches, and of the tensor-parallel group if it has several ranks.
+        # gloo groups: of the ranks that share micro-batches, and of the tensor-parallel ranks if there are several.
         self._hosts: Any = None
         self._tensor_hosts: Any = None
-        self._most_rows = 0  # of keys and values, own and others', in one micro-batch so far
+        self._most_rows = 0  # most rows of keys and values, own and received, in a micro-batch so far
 
     # Building the model and the data.
 
     def before_wrapping(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
-        """Let rotary positions follow documents. Returns `chunks`, as Megatron's model hooks must.
-
-        Data parallelism keeps a table of the modules that it wraps, so a module is replaced before.
+        """Replace rotary embeddings by ones with positions in documents. Returns `chunks`, as Megatron's model hooks
+        must. Data parallelism keeps a table of the modules that it wraps, so they are replaced before.
         """
         minutes = self._job.timeout_minutes
         if self.config.domain == "data":
@@ -178,7 +178,7 @@ class SequenceBalancer(StepCallback):
 
     @property
     def _of_layers(self) -> dist.ProcessGroup:
-        """The same ranks, for what layers send."""
+        """The process group of these ranks for messages of layers."""
         return self._sharing if self._data is None else self._data
 
     @cached_property
@@ -198,7 +198,7 @@ class SequenceBalancer(StepCallback):
 
     @cached_property
     def _steps(self) -> Steps | None:
-        """How documents are dealt over the micro-batches of training steps; None where they stay."""
+        """How documents are distributed over the micro-batches of training steps; None if they stay where drawn."""
         if not self.config.micro_batches or self._batches.whole:
             return None
         ranks, drawn = self.domain.ranks, self._job.seq_length * self._job.micro_batch_size * self.domain.origins
@@ -215,7 +215,7 @@ class SequenceBalancer(StepCallback):
 
     @cached_property
     def _whole_steps(self) -> WholeSteps | None:
-        """How whole micro-batches of Megatron-LM are dealt over those of training steps; None where they stay."""
+        """How whole micro-batches of Megatron-LM are distributed over those of training steps; None if they stay."""
         if not self.config.micro_batches or self._steps is not None:
             return None
         samples, trained_samples = self._batches.step_samples, self._batches.trained_samples()
@@ -244,8 +244,8 @@ class SequenceBalancer(StepCallback):
         return Rows(self.domain.ranks, multiple, fixed, self._shifts)
 
     def held(self) -> HeldBytes:
-        """Keys and values of a micro-batch, and their gradients in the type that they are added up in: of one layer at
-        a time. Before the first micro-batch, the most that there can be."""
+        """Memory for the keys and values of one layer and micro-batch, and for their gradients in the accumulation
+        type. Before the first micro-batch it is an upper bound."""
         rows = self._most_rows or self._job.micro_batch_size * self._job.seq_length
         shape, dtype = self._shape, self._model.params_dtype
         numbers = rows * max(shape.kv_heads // mpu.get_tensor_model_parallel_world_size(), 1)
@@ -261,10 +261,10 @@ class SequenceBalancer(StepCallback):
         self._step = []
         if self._steps is not None:
             self._read_step()
-            self._config.variable_seq_lengths = True  # of messages between stages, in training alone
+            self._config.variable_seq_lengths = True  # for messages between stages, in training only
 
     def end_schedule(self) -> None:
-        """Check that all ranks of the group followed the same plans, without waiting for the device."""
+        """Check that all ranks of the domain followed the same plans, without waiting for the device."""
         assert self._step is not None
         if self._steps is not None:
             self._config.variable_seq_lengths = False
@@ -278,13 +278,13 @@ class SequenceBalancer(StepCallback):
             )
 
     def _gather(self, numbers: list[int]) -> np.ndarray:
-        """int64 [rank, number], the numbers of all ranks of the group."""
+        """int64 [rank, number], the numbers of all ranks of the domain."""
         gathered = torch.empty(self._cluster.world_size, len(numbers), dtype=torch.int64)
         dist.all_gather(list(gathered), torch.tensor(numbers), group=self._hosts)
         return gathered.numpy()
 
     def end_step(self) -> None:
-        """Report what the ranks of the group sent and waited for."""
+        """Report what the ranks of the domain sent and waited for."""
         batches, self._step = self._step, None
         if not batches or self._report is None:
             return
@@ -384,11 +384,11 @@ class SequenceBalancer(StepCallback):
         return tensors, read, milliseconds, waited
 
     def _columns(self, plan: SequencePlan, origins: tuple[int, ...], rows: int, dealt: bool) -> "_Columns":
-        """On the host. origins: [document]. rows: of the micro-batch on this rank. dealt: as in `_receive`."""
+        """The index arrays. origins: [document]. rows: of the micro-batch on this rank. dealt: as in `_receive`."""
         rank = self.domain.rank
-        if not dealt:  # their places in this micro-batch
+        if not dealt:  # number the origins within this micro-batch
             origins = tuple(np.unique(origins, return_inverse=True)[1].tolist())
-        # Megatron-LM adds up the lengths of documents over data-parallel ranks.
+        # Each data-parallel rank counts its own documents, since Megatron-LM adds up their lengths over these ranks.
         of_ranks = (origin % self.domain.origins for origin in origins)
         lengths = [length for length, of in zip(plan.lengths, of_ranks, strict=True) if of == self.domain.origin]
         samples = np.zeros(0, np.int64)
@@ -406,8 +406,8 @@ class SequenceBalancer(StepCallback):
         )
 
     def _samples(self, plan: SequencePlan) -> list[int]:
-        """[document], the sample of the micro-batch that it is of. Samples are full and in order, where losses of
-        routers are accepted."""
+        """[document], its sample, numbered within the micro-batch. Where router losses are accepted, samples are full
+        and in order."""
         assert int(plan.linear_tokens.min()) == int(plan.linear_tokens.max()), "a row is no token"
         return [
             (stop - length) // self._job.seq_length
@@ -415,8 +415,9 @@ class SequenceBalancer(StepCallback):
         ]
 
     def _read_step(self) -> None:
-        """Read all micro-batches of the step, in which documents are dealt over them: stages must know their sizes, and
-        where Megatron-LM averages a loss over micro-batches, the tokens with a loss of each origin, by shift."""
+        """Read all micro-batches of a step whose documents are distributed over them. Pipeline stages must know their
+        sizes. If Megatron-LM averages a loss over micro-batches, they must also know the number of tokens with a loss
+        of each origin, by shift."""
         assert self._steps is not None
         number = self._steps.micro_batches
         counts = torch.zeros(1 + self._shifts, number * self.domain.origins, dtype=torch.float64)

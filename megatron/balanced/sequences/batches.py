@@ -17,12 +17,12 @@ class Batches:
     shape: of the model's attention.
     step_samples: samples of a step, of all ranks.
     trained_samples: gives the samples of earlier steps, once a checkpoint is loaded.
-    group: micro-batches of a group of an interleaved pipeline; None for as many as stages.
+    group: micro-batches that an interleaved pipeline groups together; None for the number of stages.
     conversations: whether samples are conversations, which are padded.
     masks_documents: whether the documents of a sample do not attend to each other.
-    whole: whether documents that were drawn for one micro-batch must run in one.
+    whole: whether documents that were drawn for one micro-batch must run in the same micro-batch.
     one_size: whether every micro-batch must have the same number of rows on each rank.
-    tells_samples: whether routers have a loss that must tell samples apart.
+    tells_samples: whether a router loss needs the sample of each token.
     passes_states: whether layers pass a state from each token of a document to the next.
     """
 

@@ -1,10 +1,10 @@
-"""Micro-batches of documents, planned and cut for one rank in the data loader's worker.
+"""Micro-batches of documents, planned and cut for one rank in the data loader's worker, ahead of the step.
 
 Megatron-LM's datasets, samplers and loaders are unchanged. PyTorch's loader asks a dataset for all samples of a
-micro-batch at once if it can: here the samples of all ranks that share it (`domain`) are packed into one sequence,
-planned, and reduced to the rows of this rank, whose tokens alone are read if the dataset allows that (`reading`). The
-dataset has shifted labels before anything is cut, and so are documents for multi-token prediction. All of this runs
-ahead of the step.
+micro-batch at once if the dataset has `__getitems__`. There `PlannedDataset` packs the samples of all ranks that share
+the micro-batch (`domain`) into one sequence, plans it, and returns the rows of this rank. Only their tokens are read if
+the dataset allows that (`reading`). Labels are shifted before documents are cut, and so are documents for multi-token
+prediction.
 """
 
 import pickle
@@ -34,11 +34,11 @@ _INTEGERS = ("tokens", "labels", "position_ids")
 class Rows:
     """Rows of a rank in a micro-batch, padding included; the same number on all ranks.
 
-    ranks: that share micro-batches.
-    multiple: rows are a multiple of it, since tensor-parallel ranks share them.
-    fixed: rows are the tokens of the samples divided by the ranks, which pipeline messages and the allgather dispatcher
-        of Megatron-LM require.
-    shifts: most tokens by which layers of multi-token prediction want rows shifted in their documents.
+    ranks: number of ranks that share micro-batches.
+    multiple: rows are a multiple of it, since tensor-parallel ranks split them.
+    fixed: whether the number of rows is always the tokens of the samples divided by the ranks. Pipeline messages and
+        the allgather dispatcher of Megatron-LM require this.
+    shifts: the most tokens by which multi-token prediction shifts rows in their documents.
     """
 
     ranks: int
@@ -54,7 +54,7 @@ class Rows:
 
 
 class _Document(NamedTuple):
-    """Tokens [start, start + tokens) of a sample; `sample` is its place among those that were drawn."""
+    """Tokens [start, start + tokens) of a sample. sample: its index among the drawn samples."""
 
     sample: int
     start: int
@@ -62,8 +62,12 @@ class _Document(NamedTuple):
 
 
 class _Drawn(NamedTuple):
-    """Samples of a micro-batch or of a step; their documents; those that had to be read, by their place; and tokens of
-    all, padding included."""
+    """The samples of a micro-batch or of a step.
+
+    documents: of all samples, in order.
+    read: index of a sample -> its tensors, if its documents are only known from its tokens.
+    size: tokens of all samples, padding included.
+    """
 
     samples: list[Sample]
     documents: list[_Document]
@@ -72,11 +76,11 @@ class _Drawn(NamedTuple):
 
 
 class PlannedBatch(NamedTuple):
-    """What a micro-batch's plan is. It is pickled.
+    """The plan of a micro-batch, as it is pickled.
 
     plan: of its documents.
-    programs: what was compiled of the plan for this rank.
-    origins, numbers: of each document, the origin, and its number among those that were drawn together.
+    programs: compiled from the plan for this rank.
+    origins, numbers: [document], its origin, and its index among the documents that were drawn together.
     """
 
     plan: SequencePlan
@@ -88,9 +92,9 @@ class PlannedBatch(NamedTuple):
 class _Places(NamedTuple):
     """Where the tokens of a rank come from, int64 [token] each, in the order in which the rank holds them.
 
-    samples: place of the sample among those that were drawn.
-    tokens: in the sample.
-    ends: of the token's document, in the sample; a shift goes no further.
+    samples: index of the token's sample among the drawn samples.
+    tokens: index of the token in the sample.
+    ends: end of the token's document in the sample; a shift goes no further.
     """
 
     samples: np.ndarray
@@ -106,8 +110,8 @@ class PlannedDataset(torch.utils.data.Dataset):
     domain: the ranks that share micro-batches.
     rows: of each rank.
     padding: the token that samples are padded with at their end; None if they are always full.
-    steps: deals the documents of a step, or whole micro-batches of Megatron-LM, over its micro-batches; None to leave
-        them where they were drawn.
+    steps: distributes the documents of a step, or whole micro-batches of Megatron-LM, over its micro-batches. None
+        leaves them where they were drawn.
     """
 
     def __init__(
@@ -121,8 +125,9 @@ class PlannedDataset(torch.utils.data.Dataset):
     ) -> None:
         self._dataset, self._plan, self._domain, self._rows, self._padding = dataset, plan, domain, rows, padding
         self._steps = steps
-        self._latest: tuple[int, _Drawn, np.ndarray] | None = None  # step, by its first sample, with its deal
-        self._latest_whole: tuple[int, list[list[Sample]]] | None = None  # likewise, with samples by micro-batch
+        # Of the latest step: its first sample, and the micro-batch of each document, or the samples of each micro-batch
+        self._latest: tuple[int, _Drawn, np.ndarray] | None = None
+        self._latest_whole: tuple[int, list[list[Sample]]] | None = None
         for name in ("split", "index_split"):  # which tell Megatron training from validation
             if hasattr(dataset, name):
                 setattr(self, name, getattr(dataset, name))
@@ -134,9 +139,9 @@ class PlannedDataset(torch.utils.data.Dataset):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        """A list of one, the micro-batch in which this rank has samples `indices`: this rank's rows, and after them
-        those of each shift, 0 where a document has ended; its pickled plan, program, the origin and the number of each
-        document; and the milliseconds that planning took."""
+        """A list of one, the micro-batch in which this rank has samples `indices`. It has this rank's rows, followed by
+        the rows of each shift (0 where a document has ended), a pickled `PlannedBatch` as "plan", and the milliseconds
+        of planning as "plan_ms"."""
         begin = time.perf_counter()
         drawn, chosen = self._micro_batch(indices)
         spent = (time.perf_counter() - begin) * 1e3
@@ -163,7 +168,8 @@ class PlannedDataset(torch.utils.data.Dataset):
         return [batch | {"plan": planned, "plan_ms": milliseconds + spent}]
 
     def _micro_batch(self, indices: Sequence[int]) -> tuple["_Drawn", tuple[int, ...]]:
-        """Samples, and the numbers of the documents that run in the micro-batch in which this rank has `indices`."""
+        """For the micro-batch in which this rank has `indices`: samples, and the indices of documents that run in it.
+        """
         areas = partial(sample_areas, self._dataset)
         if not isinstance(self._steps, Steps):
             if self._steps is None:
@@ -232,9 +238,9 @@ def _places(documents: Sequence[_Document], packed: np.ndarray) -> _Places:
         packed           0 1 2 3 4 5 6 7
         rank             0 0 0 1 0 1 1 1
 
-    Rank 0 has tokens [0, 1, 2, 4] of the packed micro-batch, of samples [0, 0, 0, 1], there tokens [0, 1, 2, 0], whose
-    documents end at [3, 3, 3, 4]. Shifted by one, its rows are tokens 1 and 2 of sample 0, nothing, and token 1 of
-    sample 1.
+    Rank 0 has tokens [0, 1, 2, 4] of the packed micro-batch. They are tokens [0, 1, 2, 0] of samples [0, 0, 0, 1], and
+    their documents end at [3, 3, 3, 4]. Shifted by one, its rows are tokens 1 and 2 of sample 0, nothing, and token 1
+    of sample 1.
     """
     begins = np.array([0, *accumulate(document.tokens for document in documents)])
     of_documents = np.array([(one.sample, one.start, one.start + one.tokens) for one in documents])
@@ -274,8 +280,8 @@ def receive(
     source: int,
     device: Any,
 ) -> tuple[dict[str, torch.Tensor], bytes, float]:
-    """A micro-batch on all tensor-parallel ranks: its rows [1, rows]; its pickled plan, program and origins of
-    documents; and milliseconds of planning.
+    """Broadcast a micro-batch to all tensor-parallel ranks. Returns its rows [1, rows] by name, the pickled
+    `PlannedBatch`, and the milliseconds of planning.
 
     sample: from the data loader on the source; None on other ranks.
     process_group: of tensor parallelism.

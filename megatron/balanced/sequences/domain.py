@@ -1,16 +1,18 @@
-"""Which ranks share micro-batches (`--sequence-domain`), which samples these are, and what each token counts.
+"""Which ranks share micro-batches (`--sequence-domain`), which samples these have, and the weight of each token.
 
 With the domain "context", the context-parallel ranks of each data-parallel rank share its micro-batches. With "data",
-all data-parallel ranks share theirs: the m-th micro-batch of the domain is made of the m-th micro-batches of all of
-them. Of very many ranks, groups of neighbours share micro-batches, and each group gets as many of the m-th
-micro-batches as it has data-parallel ranks, so that groups have equal work (`balancing.sequences.planners.groups`).
+all data-parallel ranks share theirs: the m-th micro-batch of the domain consists of the m-th micro-batches of all
+ranks.
+If there are very many ranks, they are split into groups of neighbours that share micro-batches. Each group gets as many
+of the m-th micro-batches as it has data-parallel ranks, chosen so that groups have equal work
+(`balancing.sequences.planners.groups`).
 
 Megatron-LM's samplers are unchanged. They give consecutive samples to consecutive data-parallel ranks, so each
 rank knows the samples of the others from its own.
 
-The origin of a token is the micro-batch of Megatron-LM that it belongs to, by the data-parallel rank that would have
-it. Without --calculate-per-token-loss, Megatron-LM averages the loss over the tokens of each micro-batch, and then over
-micro-batches and data-parallel ranks, so a token counts 1 / tokens of its origin, wherever a plan puts it.
+The origin of a token is the micro-batch of Megatron-LM for which it was drawn, numbered by its data-parallel rank.
+Without --calculate-per-token-loss, Megatron-LM averages the loss over the tokens of each micro-batch, and then over
+micro-batches and data-parallel ranks. So the weight of a token is 1 / (tokens of its origin), wherever a plan puts it.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,12 +32,12 @@ __all__ = ["Domain", "Sample", "count_tokens", "token_weights", "weights_of_coun
 class Domain:
     """The ranks that share micro-batches, as one of them sees it.
 
-    rank: of this rank among them.
+    rank: index of this rank among them.
     ranks: their number.
-    origin: place of this data-parallel rank among them, from 0. In a domain of one group, that of the samples that
-        Megatron-LM's sampler gives to this rank.
-    origins: number of Megatron-LM's micro-batches in one of theirs.
-    group, groups: of this rank, and how many groups of as many ranks there are.
+    origin: index of this data-parallel rank among them, from 0. In a domain of one group, it is also the origin of the
+        samples that Megatron-LM's sampler gives to this rank.
+    origins: number of Megatron-LM's micro-batches in one shared micro-batch.
+    group, groups: index of this rank's group, and the number of groups. All groups have the same size.
     """
 
     rank: int
@@ -62,7 +64,7 @@ class Domain:
         """The samples that these ranks share, in Megatron-LM's order.
 
         indices: those of Megatron-LM's sampler for this rank.
-        areas: int64 [sample], query-key pairs of samples int64 [sample]; None where only their tokens tell.
+        areas: samples int64 [sample] -> their query-key pairs int64 [sample], or None if only their tokens tell.
         """
         if self.origins == self.groups == 1:
             return [Sample(index, 0) for index in indices]
@@ -92,7 +94,7 @@ class Sample:
 def token_weights(
     loss_mask: torch.Tensor, origin: torch.Tensor, origins: int, process_group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """What each row of this rank counts in the loss of a step of one micro-batch on one data-parallel rank, [row].
+    """[row], weight of each row of this rank in the loss: 1 / (tokens with a loss of its origin), or 0 without a loss.
 
     loss_mask: [row], 1 where a token counts, 0 elsewhere.
     origin: int [row], of each row's token; any in padding.
@@ -105,7 +107,7 @@ def token_weights(
 def count_tokens(
     loss_mask: torch.Tensor, origin: torch.Tensor, origins: int, process_group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """Tokens with a loss of each origin, [..., origin], on all ranks. loss_mask: [..., row]; see `token_weights`."""
+    """[..., origin], tokens with a loss of each origin on all ranks. loss_mask: [..., row]; see `token_weights`."""
     tokens = loss_mask.new_zeros(*loss_mask.shape[:-1], origins).index_add_(-1, origin, loss_mask)
     dist.all_reduce(tokens, group=process_group)
     return tokens

@@ -20,9 +20,12 @@ __all__ = ["MicroBatch", "Sharing", "spent", "step_event"]
 
 
 class MicroBatch(NamedTuple):
-    """A micro-batch of a step in one model chunk: its plan, the origin of each document and its number among those that
-    were drawn together, attention by the plan of each kind of layers, and milliseconds of planning and of waiting for
-    the plan."""
+    """A micro-batch of a step in one model chunk.
+
+    origins, numbers: [document], its origin, and its index among the documents that were drawn together.
+    attentions: one for each kind of layer, without and with a sliding window.
+    plan_ms, waited_ms: milliseconds of planning, and of waiting for the plan.
+    """
 
     chunk: int
     plan: SequencePlan
@@ -42,8 +45,8 @@ class Sharing(NamedTuple):
 
 
 def spent(batches: Sequence[MicroBatch]) -> list[int]:
-    """Microseconds that this rank waited for transfers and for plans in a step, and bytes that it sent: keys and values
-    inside the node and to other nodes, changes of layout likewise."""
+    """Six numbers of a step: microseconds that this rank waited for transfers, and for plans; bytes of keys and values
+    that it sent inside its node, and to other nodes; bytes of remapping that it sent inside its node, and to others."""
     statistics = [attention.statistics for batch in batches for attention in batch.attentions]
     return [
         round(sum(one.exposed_seconds for one in statistics) * 1e6),
@@ -68,9 +71,10 @@ def step_event(
     iteration: from 0.
     batches: of the step, in all chunks of the rank.
     of_ranks: int64 [rank, number], `spent` of each rank that shares micro-batches.
-    padded: whether documents were one sample each, which is padded, as Megatron-LM splits them.
-    sharing: by whom.
-    step: costs of micro-batches -> seconds of a step, where they were dealt; None where they are as drawn.
+    padded: whether Megatron-LM would split each document by itself, as a padded sample.
+    sharing: the ranks that share micro-batches, and the model.
+    step: costs of micro-batches -> seconds of a step. None if documents run in the micro-batches for which they were
+        drawn.
     """
     domain, cluster, shape = sharing
     exposed, waited, *sent = of_ranks.T
@@ -116,7 +120,7 @@ def step_event(
 
 
 def _steps_over_equal(costs: list[np.ndarray], step: Callable[[np.ndarray], float]) -> dict[str, float]:
-    """Seconds of the step over that of equal micro-batches. costs: [micro-batch], as drawn and as run."""
+    """Seconds of the step divided by those with equal micro-batches. costs: [micro-batch], as drawn and as run."""
     equal = step(np.full_like(costs[0], costs[0].mean()))
     return {
         f"micro_batch_step_{when}": step(seconds) / equal
@@ -125,7 +129,7 @@ def _steps_over_equal(costs: list[np.ndarray], step: Callable[[np.ndarray], floa
 
 
 def _drawn(batches: Sequence[MicroBatch], origins: int, dealt: bool) -> list[list[np.ndarray]]:
-    """Of each micro-batch of Megatron-LM, as many as `batches`: lengths of documents by data-parallel rank."""
+    """[micro-batch][data-parallel rank], lengths of the documents that Megatron-LM drew."""
     parts = [np.array([batch.numbers, batch.origins, batch.plan.lengths]) for batch in batches]
     if not dealt:
         return [[lengths[origin == at] for at in range(origins)] for _, origin, lengths in parts]
@@ -139,8 +143,8 @@ def _drawn(batches: Sequence[MicroBatch], origins: int, dealt: bool) -> list[lis
 def _areas(
     plan: SequencePlan, drawn: list[np.ndarray], shape: AttentionShape, padded: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """[rank], area if Megatron-LM cut the batch, and area under the plan: of a layer, or where layers are of two kinds,
-    of all layers together. drawn, padded: as in `_upstream_areas`."""
+    """[rank], area if Megatron-LM cut the batch, and area under the plan. They are those of one layer, or if some
+    layers have a sliding window, of all layers together. drawn, padded: as in `_upstream_areas`."""
     if shape.window is None:
         return _upstream_areas(plan.ranks, drawn, None, padded), plan.area
     whole, windowed = shape.layers - shape.windowed_layers, in_window(plan, shape.window)

@@ -1,9 +1,10 @@
-"""Balanced attention in a loop whose tokens stay where it has them: on data-parallel ranks, each whole or in a zig-zag.
+"""Balanced attention in a loop that decides where tokens are: each sequence whole on a rank, or cut in a zig-zag.
 
-Loops of fine-tuning and reinforcement learning give each data-parallel rank whole sequences, packed one behind another
-(`PackedSeqParams`, "thd"), and cut each in the zig-zag of Transformer Engine over context-parallel ranks. They balance
-tokens, so ranks differ in query-key pairs. Here core attention alone is balanced: it moves queries, keys and values
-when it is called, and its output back (`balancing.sequences.engine`). Data, positions and losses are not touched.
+Loops of fine-tuning and reinforcement learning give each data-parallel rank whole sequences, packed one after another
+(`PackedSeqParams`, "thd"). Over context-parallel ranks they cut each sequence in the zig-zag of Transformer Engine.
+They balance tokens, so ranks differ in query-key pairs. Here only core attention is balanced: it sends queries, keys
+and values when it is called, and its output back (`balancing.sequences.engine`). Data, positions and losses do not
+change.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,8 +43,12 @@ __all__ = ["AttentionBalancer"]
 
 
 class _Attentions(NamedTuple):
-    """Of one micro-batch. packed: its parameters, kept so that no other ones are taken for them. whole, windowed: of
-    layers without and with a sliding window. tokens: of this rank; rows behind them are padding."""
+    """The attention of one micro-batch.
+
+    packed: its parameters, kept so that no other object gets their `id`.
+    whole, windowed: of layers without and with a sliding window.
+    tokens: of this rank; the rows after them are padding.
+    """
 
     packed: PackedSeqParams
     whole: SequenceAttention | None
@@ -52,16 +57,17 @@ class _Attentions(NamedTuple):
 
 
 class AttentionBalancer(StepCallback):
-    """One on each rank; ranks that share sequences plan alike. Made on all ranks together.
+    """One on each rank. Ranks that share sequences make the same plans. Construct it on all ranks together.
 
     chunks: the model chunks of this rank.
-    config: `planner`, `routing`, and `domain`: "data" balances over all data-parallel ranks with their context-parallel
-        ones, which need the same number of micro-batches; "context" over those of one data-parallel rank.
+    config: `planner`, `routing` and `domain`. The domain "data" balances over all data-parallel ranks and their
+        context-parallel ranks; all need the same number of micro-batches. "context" balances over the context-parallel
+        ranks of each data-parallel rank.
     timeout_minutes: of collectives.
     machine: the cluster whose speeds plans use; None for defaults.
-    report: receives the event of each step on one rank of a domain, as a function that gives it.
+    report: called on one rank of a domain for each step, with a function that returns the event.
 
-    Raises ValueError for a model whose attention it cannot compute.
+    Raises ValueError for a model whose attention is not supported.
     """
 
     def __init__(
@@ -167,8 +173,10 @@ class AttentionBalancer(StepCallback):
     ) -> torch.Tensor:
         """The output [rows, heads x head_dim] of core attention.
 
-        core: the module. query: [rows, heads, head_dim]. key, value: [rows, kv_heads, head_dim]. packed: of the
-        micro-batch.
+        core: the module.
+        query: [rows, heads, head_dim].
+        key, value: [rows, kv_heads, head_dim].
+        packed: parameters of the micro-batch.
         """
         number, chunk = self._modules[core]
         found = self._known.get(id(packed))
@@ -213,7 +221,7 @@ def _domain(of_context: bool) -> tuple[Domain, dist.ProcessGroup]:
 
 
 def _self_attentions(model: torch.nn.Module) -> list[Any]:
-    """The modules of self-attention of a model chunk. Raises ValueError if they have what is not balanced."""
+    """The modules of self-attention of a model chunk. Raises ValueError if a setting of them is not supported."""
     for module in model.modules():
         if isinstance(module, MultiLatentAttention):
             raise ValueError("multi-latent attention is balanced in pretrain_gpt.py alone; drop the SequenceBalancer")

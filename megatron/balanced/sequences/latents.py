@@ -1,8 +1,8 @@
-"""Latents of multi-latent attention, which travel between ranks in the place of keys and values.
+"""Latents of multi-latent attention, which ranks exchange instead of keys and values.
 
-Megatron-LM projects the keys and values of a rank's own tokens as always. The engine sends what they were projected
-from, after its norm, and projects what it receives with the same weight (`engine.latents`). The weight's gradient thus
-has two parts on each rank. Neither is counted twice: data and context parallelism add up all.
+Megatron-LM projects the keys and values of a rank's own tokens as always. The engine sends the normalised latents, and
+projects received latents with the same weight (`engine.latents`). So the weight's gradient has two parts on each rank,
+of own and of received tokens. Data and context parallelism add up all parts, each once.
 """
 
 from typing import Any, NamedTuple
@@ -25,10 +25,10 @@ class Latents(NamedTuple):
 
 
 def latents_of(attention: Any, compressed: torch.Tensor) -> Latents:
-    """What travels of a layer.
+    """The latents of a layer.
 
-    attention: Megatron's, which has `linear_kv_up_proj`.
-    compressed: its input, [rows, latent], or [rows / TP, latent] with sequence parallelism.
+    attention: Megatron's module, which has `linear_kv_up_proj`.
+    compressed: input of this projection, [rows, latent], or [rows / TP, latent] with sequence parallelism.
     """
     config, projection = attention.config, attention.linear_kv_up_proj
     norm = getattr(projection, "layer_norm_weight", None)  # Transformer Engine's norm and projection in one module
@@ -39,7 +39,7 @@ def latents_of(attention: Any, compressed: torch.Tensor) -> Latents:
             compressed = torch.nn.functional.rms_norm(compressed, size, norm, eps)
         else:
             compressed = torch.nn.functional.layer_norm(compressed, size, norm, projection.layer_norm_bias, eps)
-    # Gradients of latents are those of this rank's heads alone.
+    # Gradients of latents are those of this rank's heads only, so they must be summed over tensor-parallel ranks.
     process_group = mpu.get_tensor_model_parallel_group()
     if config.sequence_parallel:
         compressed = gather_from_sequence_parallel_region(compressed, group=process_group)
@@ -51,8 +51,8 @@ def latents_of(attention: Any, compressed: torch.Tensor) -> Latents:
 
 
 class _IntoMainGradient(torch.autograd.Function):
-    """A weight whose gradient is added to `main_grad`, as Megatron-LM's fused linear layers do it. Its projection of
-    own tokens marks it as added."""
+    """A weight whose gradient is added to `main_grad`, as in Megatron-LM's fused linear layers. Megatron-LM's own
+    projection marks the gradient as added."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:

@@ -3,9 +3,10 @@
 Megatron-LM flattens such a micro-batch to [1, samples x tokens] before the first layer, but its schedules still expect
 messages of [tokens, samples, hidden] between stages. Here they get the size of the flattened batch.
 
-Where documents are dealt over micro-batches (`--sequence-micro-batches`), these differ in rows. Megatron-LM's stages
-then send each other the shape of every message before it and wait for that. Here every stage knows the micro-batches
-of the step and the order of messages in the schedule, so it knows the shapes.
+If documents are distributed over micro-batches (`--sequence-micro-batches`), micro-batches differ in rows.
+Megatron-LM's
+stages would then send each other the shape of every message first, and wait for it. Here every stage knows the
+micro-batches of the step and the order of messages in the schedule, so it knows the shapes.
 """
 
 import functools
@@ -19,7 +20,7 @@ from balancing.layers.simulator.schedule import Schedule, program
 
 __all__ = ["expect", "expect_one_size", "with_flat_batches", "with_known_shapes"]
 
-_expected: dict[str, deque[list[int]]] = {}  # shapes of messages that this stage has still to receive, by direction
+_expected: dict[str, deque[list[int]]] = {}  # shapes of messages that this stage will still receive, by direction
 
 
 def expect(rows: Sequence[int], config: Any) -> None:
@@ -41,13 +42,13 @@ def expect(rows: Sequence[int], config: Any) -> None:
 
 
 def expect_one_size() -> None:
-    """The step is over: all messages have come, and validation's have one size."""
+    """End the step, in which all messages must have come. Messages of validation have one size."""
     assert not any(_expected.values()), "fewer messages between stages came than the schedule has"
     _expected.clear()
 
 
 def with_known_shapes(original: Callable) -> Callable:
-    """Megatron's `P2PCommunicator._communicate_shapes`, without communication in steps of which shapes are known."""
+    """Megatron's `P2PCommunicator._communicate_shapes`, without communication in steps whose shapes are known."""
 
     @functools.wraps(original)
     def _communicate_shapes(

@@ -3,8 +3,8 @@
 The layer of depth k predicts token i + k + 1 of a document from its first i tokens, with the embedding of token i + k
 (DeepSeek-V3, arXiv 2412.19437, section 2.2). Megatron-LM shifts tokens, labels and loss masks by one for each layer, in
 the rows that a rank holds, and averages the loss over these rows. Under a plan the next token may be on any rank, so
-the data loader shifts documents before they are cut (`megatron.balanced.sequences.dataset`), and a token counts in the
-loss what it would count in the micro-batch that it was drawn in, as in the loss of the next token
+the data loader shifts documents before they are cut (`megatron.balanced.sequences.dataset`). The weight of a token in
+the loss is that in the micro-batch for which it was drawn, as for the next token
 (`megatron.balanced.sequences.domain`).
 """
 
@@ -47,19 +47,20 @@ class Prediction:
     count: Callable[[torch.Tensor], torch.Tensor]
 
     def following(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens and positions of a shift of one more than `tokens`, one of the tensors of this object."""
+        """Tokens and positions, shifted by one more than `tokens`, which is one of the tensors of this object."""
         (shift,) = (shift for shift, shifted in enumerate(self.tokens) if shifted is tokens)
         return self.tokens[shift + 1], self.positions[shift + 1]
 
     def weights(self, dtype: torch.dtype, per_token: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """What each row of each shift counts in the reported loss, and in the one that is trained, [shift, row].
+        """[shift, row], the weight of each row in the reported loss, and in the trained loss.
 
-        per_token: whether Megatron-LM divides gradients by the tokens of a step, not each loss by those of its
-            micro-batch. It then multiplies the average of a micro-batch by its tokens before the shift.
+        per_token: whether Megatron-LM divides gradients by the tokens of a step, instead of each loss by the tokens of
+            its micro-batch. It then multiplies the average of a micro-batch by its tokens before the shift.
         """
         masks = torch.cat(self.masks)
         counts = self.count(masks)
-        # Averaged over data- and context-parallel ranks, though all ranks together have the losses of the former.
+        # Megatron-LM divides the sum over all ranks by data- times context-parallel ranks. It should be the former
+        # only.
         average = weights_of_counts(masks.to(dtype), self.origin, counts) * mpu.get_context_parallel_world_size()
         if not per_token:
             return average, average
@@ -118,10 +119,10 @@ def _add_losses(
     scale_logits_fn: Callable[[torch.Tensor], torch.Tensor] | None,
     **unused: Any,
 ) -> torch.Tensor:
-    """Hidden states of the next token [rows, 1, hidden], whose backward pass adds the gradients of the other losses.
+    """Hidden states of the next token [rows, 1, hidden]. Their backward pass adds the gradients of the other losses.
 
     hidden_states: of all depths, one after another, [(1 + depths) x rows, 1, hidden].
-    The others are those of Megatron-LM's `process_mtp_loss`.
+    The other arguments are those of Megatron-LM's `process_mtp_loss`.
     """
     hidden_states, *ahead = hidden_states.chunk(1 + config.mtp_num_layers)
     if config.mtp_detach_heads:

@@ -1,4 +1,4 @@
-"""Programs of a plan for the layers of a model, whose attention is of two kinds where some have a sliding window."""
+"""Programs of a plan for the layers of a model, without and with a sliding window."""
 
 from typing import Any, NamedTuple
 
@@ -16,15 +16,19 @@ __all__ = ["Programs", "attentions_of", "compile_layers", "routing_of", "token_b
 
 
 class Programs(NamedTuple):
-    """Plans and this rank's programs for layers whose tokens see all before them, and for those with a sliding window;
-    the same objects where the window hides nothing, None where the model has no such layers."""
+    """Plans and this rank's programs.
+
+    whole: for layers without a sliding window; None if the model has none.
+    windowed: for layers with a sliding window; None if the model has none. The same object as `whole` if the window
+        hides nothing.
+    """
 
     whole: tuple[SequencePlan, RankProgram] | None
     windowed: tuple[SequencePlan, RankProgram] | None
 
 
 def compile_layers(plan: SequencePlan, shape: AttentionShape, **options: Any) -> Programs:
-    """The programs for a plan. own: as in `compile_rank`."""
+    """The programs for a plan. options: as in `compile_rank`."""
     of_window = plan if shape.window is None else in_window(plan, shape.window)
     whole = windowed = None
     if shape.windowed_layers < shape.layers or of_window is plan:
@@ -37,7 +41,7 @@ def compile_layers(plan: SequencePlan, shape: AttentionShape, **options: Any) ->
 def attentions_of(
     programs: Programs, process_group: dist.ProcessGroup, *, timed: bool
 ) -> tuple[SequenceAttention | None, SequenceAttention | None]:
-    """Attention of layers without and with a window; None where the model has no such layers.
+    """Attention of layers without and with a window; None if the model has no such layers.
 
     process_group: the ranks of the plan. timed: as in `SequenceAttention`.
     """
@@ -55,7 +59,7 @@ def routing_of(config: SequenceConfig, cluster: Cluster) -> str | int:
 
 
 def token_bytes(shape: AttentionShape, model: TransformerConfig) -> TokenBytes:
-    """Bytes of a token in the attention of this rank, for routes; of keys and values those that travel."""
+    """Bytes of a token in the attention of this rank, for routing. For keys and values, what ranks exchange counts."""
     ways, item_bytes = mpu.get_tensor_model_parallel_world_size(), model.params_dtype.itemsize
     heads, kv_heads = (max(number // ways, 1) for number in (shape.heads, shape.kv_heads))
     found = TokenBytes.of(

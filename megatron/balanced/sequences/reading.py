@@ -1,9 +1,9 @@
-"""Read the lengths of documents from a dataset's index, and of its tokens only those that a rank needs.
+"""Reads the lengths of documents from a dataset's index, and only those tokens that a rank needs.
 
 A plan needs the lengths of all documents of a micro-batch, and then each rank needs the tokens of its shards. Datasets
 of Megatron-LM return whole samples, so a rank of a domain of N would read N times what it trains on. The index of a GPT
-dataset has the lengths; and its samples are put together from pieces of documents, of which this module leaves out what
-nobody on this rank will look at.
+dataset has the lengths. Its samples are assembled from pieces of documents, and this module leaves out the pieces that
+this rank does not need.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,9 +20,9 @@ __all__ = ["document_lengths", "read_tokens", "sample_areas", "sample_costs"]
 
 
 def document_lengths(dataset: Any, index: int) -> list[int] | None:
-    """Tokens of each document of sample `index`, or of the sample where its documents attend to each other.
+    """Tokens of each document of sample `index`, or of the whole sample if its documents attend to each other.
 
-    None where the index does not tell: for datasets that are neither GPT datasets nor blends of them.
+    None for datasets that are neither GPT datasets nor blends of them: their index does not have the lengths.
     """
     dataset, index = _source(dataset, index)
     if type(dataset) not in (GPTDataset, MockGPTDataset):
@@ -48,7 +48,7 @@ def document_lengths(dataset: Any, index: int) -> list[int] | None:
 
 
 def sample_areas(dataset: Any, indices: np.ndarray) -> np.ndarray | None:
-    """int64 [sample], query-key pairs of the documents of many samples at once; None where the index does not tell.
+    """int64 [sample], query-key pairs of the documents of many samples at once; None as for `document_lengths`.
 
     indices: int64 [sample].
     """
@@ -56,7 +56,7 @@ def sample_areas(dataset: Any, indices: np.ndarray) -> np.ndarray | None:
 
 
 def sample_costs(dataset: Any, indices: np.ndarray, cost: Callable[[np.ndarray], np.ndarray]) -> np.ndarray | None:
-    """[sample], what the documents of many samples cost together; None where the index does not tell.
+    """[sample], the total cost of the documents of each sample; None as for `document_lengths`.
 
     indices: int64 [sample].
     cost: int64 [document], tokens -> [document].
@@ -95,7 +95,7 @@ def sample_costs(dataset: Any, indices: np.ndarray, cost: Callable[[np.ndarray],
 
 
 def read_tokens(dataset: Any, index: int, tokens: np.ndarray) -> dict[str, torch.Tensor]:
-    """Sample `index`, right at `tokens` alone, int [token], sorted, each once. The others are not read if possible."""
+    """Sample `index`, valid only at `tokens`; other tokens are not read if possible. tokens: int [token], ascending."""
     source, place = _source(dataset, index)
     if type(source) not in (GPTDataset, MockGPTDataset):
         return dataset[index]
@@ -122,7 +122,7 @@ def _source(dataset: Any, index: int) -> tuple[Any, int]:
 
 
 class _Parts:
-    """In the place of the documents of a dataset, while it puts one sample together.
+    """Replaces the documents of a dataset while the dataset assembles one sample.
 
     documents: Megatron-LM's indexed dataset.
     wanted: tokens [start, stop) of the sample, sorted; the others are 0.

@@ -1,17 +1,17 @@
-"""Losses of routers that look at a micro-batch or at a sample, where ranks share micro-batches.
+"""Router losses of a micro-batch or of a sample, if ranks share micro-batches.
 
 `aux_loss` multiplies two sums over the tokens of a micro-batch, for each expert: the tokens routed to it, and the
 scores of the router for it (Switch Transformer, arXiv 2101.03961, section 2.2). `seq_aux_loss` is the same for each
 sample (DeepSeek-V3, arXiv 2412.19437, section 2.1.2). Megatron-LM's router takes the rows of its tensor- and
-context-parallel ranks for the micro-batch. Where data-parallel ranks share micro-batches, these rows are of several of
-Megatron-LM's, and rows of a packed micro-batch have no dimension of samples.
+context-parallel ranks for the micro-batch. If data-parallel ranks share micro-batches, these rows come from several
+micro-batches of Megatron-LM. The rows of a packed micro-batch also have no dimension of samples.
 
-Here a token belongs to the sample that it was drawn in, wherever it is. Tokens of each expert are counted by sample and
-added up over the ranks of the domain, int32 [samples, experts]; scores stay where they are, since each rank's part of
-the loss is the product of its own scores with the counts of all. Sum, scaling and log are Megatron-LM's.
+Here a token belongs to the sample in which it was drawn, wherever it is. Tokens of each expert are counted by sample
+and added up over the ranks of the domain, int32 [samples, experts]. Scores are not sent: each rank's part of the loss
+is the product of its own scores with the counts of all ranks. Sum, scaling and log are Megatron-LM's.
 
 Without balanced sequences only `seq_aux_loss` needs this, for packed micro-batches of several samples under sequence
-parallelism: Megatron-LM takes the samples apart by the length of a whole one, and a rank has only a part of each.
+parallelism. Megatron-LM separates the samples by the length of a whole one, but a rank has only a part of each.
 """
 
 from collections.abc import Iterable
@@ -98,7 +98,7 @@ class SampleRouter(TopKRouter):
         return self._of_parts("seq_aux_loss", probs, *found, samples_of_part=1)
 
     def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
-        """Count the tokens of each expert for its bias, without the rows that make micro-batches equally long."""
+        """Count the tokens of each expert for its bias, without rows of padding."""
         planned, rows = self._planned, len(routing_map)
         if torch.is_grad_enabled() and planned is not None and planned.positions is not None:
             every = len(planned.positions)
@@ -152,8 +152,8 @@ def _with_loss(
     routing_map: torch.Tensor,
     parts: _Parts,
 ) -> torch.Tensor:
-    """`probs` with a loss attached that adds up over the ranks of all process groups to the sum over Megatron-LM's
-    micro-batches of the mean over the parts of each.
+    """`probs` with a loss attached. Added up over the ranks of all process groups, it is the sum over Megatron-LM's
+    micro-batches of the mean over their parts.
 
     kind: of `--moe-router-load-balancing-type`.
     probs, scores: float [row, expert].

@@ -1,4 +1,4 @@
-"""The sizes of a model's attention, as the planner of sequences takes them, from its config."""
+"""The sizes of a model's attention for the sequence planner, from the model's config."""
 
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
@@ -42,8 +42,8 @@ def shape_of(model: TransformerConfig, pattern: str | None = None) -> AttentionS
 
 
 def _layers_of_pattern(model: TransformerConfig, text: str) -> tuple[list[int], int]:
-    """The numbers of the layers with attention, from 1, and the width of all MLPs and routed experts of a token that
-    comes to one of these layers."""
+    """The numbers of the layers with attention, from 1; and the width of a token's MLPs and routed experts, divided by
+    the number of these layers."""
     pattern = read_pattern(text)
     numbers = [number + 1 for number in pattern.attention]
     width = pattern.symbols.count("-") * model.ffn_hidden_size

@@ -1,9 +1,9 @@
 """Mamba layers whose documents are spread over ranks (`M` in `--hybrid-layer-pattern`, `--balance-sequences`).
 
-A Mamba layer passes its state from each token of a document to the next, so it needs documents whole, and a rank has
-pieces. Its heads are independent: as in Megatron-LM's context parallelism, an exchange gives each rank all tokens of
-some heads, and another one brings the outputs back. Megatron-LM's knows the zig-zag of Transformer Engine alone; here
-tokens are put into the order of documents by the plan, whatever it is, in one exchange instead of five.
+A Mamba layer passes its state from each token of a document to the next, so it needs whole documents, but a rank has
+only pieces. Its heads are independent. As in Megatron-LM's context parallelism, an all-to-all gives each rank all
+tokens of some heads, and another one returns the outputs. Megatron-LM's supports only the zig-zag of Transformer
+Engine. This one sorts tokens by document for any plan, and is one all-to-all instead of five.
 """
 
 import inspect
@@ -23,7 +23,7 @@ __all__ = ["DocumentOrder", "document_rows", "of_whole_documents"]
 
 @dataclass(frozen=True)
 class DocumentOrder:
-    """How the rows of a micro-batch, of one rank after the other, become those of one document after the other.
+    """The permutation of a micro-batch's rows from rank after rank to document after document.
 
     process_group: the ranks that share the micro-batch.
     order: int32 [row of all ranks], where each row comes from.
@@ -60,7 +60,7 @@ def document_rows(plan: SequencePlan, ranks: int, rows: int) -> tuple[np.ndarray
 
 
 class _OfDocuments(MambaContextParallel):
-    """The exchange of one layer."""
+    """The all-to-alls of one layer."""
 
     def pre_conv_ssm(self, input_: torch.Tensor, packed_seq_params: PackedSeqParams | None = None) -> torch.Tensor:
         """[rows, 1, features] of all heads -> [rows of all ranks, 1, features] of this rank's heads, by documents."""
@@ -74,7 +74,7 @@ class _OfDocuments(MambaContextParallel):
         return input_.index_select(0, found.order.order)
 
     def _of_ranks(self, groups: torch.Tensor) -> torch.Tensor:
-        """Repeat what a group of heads shares for each rank that has heads of it."""
+        """Repeat the features that a group of heads shares for each rank that has heads of the group."""
         if self.group_repeat_count == 1:
             return groups
         apart = groups.unflatten(-1, (self.ngroups_local_tp, self.d_state))
@@ -87,7 +87,7 @@ class _OfDocuments(MambaContextParallel):
 
 
 def of_whole_documents(mixer: type) -> type:
-    """A class of Mamba mixers, whose layers see documents whole."""
+    """A subclass of a class of Mamba mixers, whose layers get whole documents."""
 
     class OfWholeDocuments(mixer):  # type: ignore[misc, valid-type]
         def forward(

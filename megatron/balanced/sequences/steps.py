@@ -1,13 +1,13 @@
 """Which samples make up a step, and which of its documents run in which micro-batch (`--sequence-micro-batches`).
 
 Megatron-LM's sampler gives consecutive samples to consecutive data-parallel ranks and then to consecutive
-micro-batches, so a rank knows all samples of a step from its own of one micro-batch. Documents are dealt anew over the
-micro-batches of the step, by their lengths alone, so all ranks and all workers of data loaders make the same deal. A
-token keeps its origin, the micro-batch and data-parallel rank that Megatron-LM would have it in, and with it what it
-counts in the loss.
+micro-batches, so a rank knows all samples of a step from its own of one micro-batch. Documents are distributed over the
+micro-batches of the step by their lengths only, so all ranks and all workers of data loaders get the same result. A
+token keeps its origin, the micro-batch and data-parallel rank for which Megatron-LM drew it. So its weight in the loss
+stays the same.
 
-Where micro-batches must have one size, or a loss of routers is of Megatron-LM's micro-batches or samples, these stay
-whole: each runs in another order, and beside those of other data-parallel ranks with which it shares a micro-batch.
+Megatron-LM's micro-batches stay whole if micro-batches must have one size, or if a router loss is of a micro-batch or
+sample of Megatron-LM. Then only their order changes, and with which ones of other data-parallel ranks each is combined.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,13 +23,17 @@ from megatron.balanced.sequences.domain import Domain, Sample
 
 __all__ = ["Step", "Steps", "WholeSteps", "deal_documents", "step_seconds"]
 
-_FORWARD = 0.32  # of the seconds of both passes: a third in linear layers, less in attention
+_FORWARD = 0.32  # fraction of the seconds of both passes: a third in linear layers, less in attention
 
 
 @dataclass(frozen=True)
 class Step:
-    """A step, as the micro-batch number `micro_batch` of it is made. samples: of all its micro-batches, in order; the
-    origin of each is that in its micro-batch plus the origins of those before. first: sample of the dataset."""
+    """A step, while one of its micro-batches is made.
+
+    first: the step's first sample in the dataset.
+    micro_batch: number of the micro-batch in the step.
+    samples: of all micro-batches of the step, in order. Their origins are numbered on from one micro-batch to the next.
+    """
 
     first: int
     micro_batch: int
@@ -57,7 +61,7 @@ class _OfOneSize:
 
 @dataclass(frozen=True)
 class Steps(_OfOneSize):
-    """Steps whose documents are dealt.
+    """Steps whose documents are distributed over their micro-batches.
 
     deal: lengths and drawn micro-batches of documents -> int64 [document], the micro-batch in which each runs.
     """
@@ -97,11 +101,11 @@ class WholeSteps(_OfOneSize):
         """[micro-batch], the samples that run in it, in Megatron-LM's order, of the step in which this rank has the
         samples `indices`.
 
-        costs: float64 [sample], `cost` of the documents of samples int64 [sample] together; None where only their
-            tokens tell. Samples then stay where they were drawn.
+        costs: samples int64 [sample] -> total `cost` of their documents float64 [sample], or None if only their tokens
+            tell. Samples then stay where they were drawn.
 
-        The origin of each sample is that in its micro-batch of Megatron-LM plus the origins of those before; of a
-        domain in groups, the place of that micro-batch among those that the group has in the step.
+        Origins of samples are numbered on from one of Megatron-LM's micro-batches to the next. If the domain is split
+        into groups, an origin is the index of its micro-batch among those that the group has in the step.
 
         Two data-parallel ranks share micro-batches, each with two samples in one of Megatron-LM's, and a step has two
         micro-batches:
@@ -137,8 +141,8 @@ class WholeSteps(_OfOneSize):
         ]
 
     def _first_samples(self, indices: Sequence[int], domain: Domain) -> np.ndarray:
-        """int64 [part], the first sample of each of Megatron-LM's micro-batches that are dealt: those of the step, of
-        this data-parallel rank or, where ranks share micro-batches, of all. own: as in `of`."""
+        """int64 [part], the first sample of each of Megatron-LM's micro-batches to distribute: those of this
+        data-parallel rank in the step, or of all ranks if they share micro-batches. indices, domain: as in `of`."""
         size, samples = len(indices), self.samples // self.micro_batches
         first, micro_batch = self.place(indices)
         alone = domain.origins == domain.groups == 1

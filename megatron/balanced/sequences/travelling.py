@@ -1,4 +1,4 @@
-"""What travels between ranks of a layer's keys and values: themselves, or the latents that they are projected from."""
+"""Whether ranks exchange a layer's keys and values, or the latents from which these are projected."""
 
 from typing import Any
 
@@ -8,12 +8,14 @@ __all__ = ["latent_shape"]
 
 
 def latent_shape(model: Any) -> LatentShape | None:
-    """The latent of multi-latent attention, which travels; None where keys and values do. model: its config, or
-    Megatron-LM's arguments, which have the same names.
+    """The latent of multi-latent attention; None if ranks exchange keys and values.
 
-    That is with 8-bit or 4-bit projections, whose weights the engine does not read; with sliding windows, whose calls
-    have own and received keys; where core attention is recomputed alone, apart from what it is projected from; and
-    where gradients of weights are computed apart from the backward pass.
+    model: its config, or Megatron-LM's arguments, which have the same names.
+
+    Ranks exchange keys and values without multi-latent attention, and in four other cases: with 8-bit or 4-bit
+    projections, whose weights the engine does not read; with sliding windows, whose calls have own and received keys;
+    if core attention is recomputed without its projection; and if weight gradients are computed outside of the backward
+    pass.
     """
     modules = model.recompute_modules or ["core_attn"]
     recomputed = model.recompute_granularity == "selective" and "core_attn" in modules
