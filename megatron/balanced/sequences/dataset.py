@@ -168,8 +168,7 @@ class PlannedDataset(torch.utils.data.Dataset):
         return [batch | {"plan": planned, "plan_ms": milliseconds + spent}]
 
     def _micro_batch(self, indices: Sequence[int]) -> tuple["_Drawn", tuple[int, ...]]:
-        """For the micro-batch in which this rank has `indices`: samples, and the indices of documents that run in it.
-        """
+        """Samples and indices of the documents that run in the micro-batch in which this rank has `indices`."""
         areas = partial(sample_areas, self._dataset)
         if not isinstance(self._steps, Steps):
             if self._steps is None:
