@@ -2,8 +2,8 @@
 
 A layer's load is complete when its last micro-batch has been routed. `ReplicaPlanner.submit` then plans in a thread,
 and `ReplicaPlanner.adopt` takes the placements before the next iteration begins. On a GPU another process computes
-them, so that the thread that launches work goes on. Plans are functions of the gathered load, so all ranks of an
-expert-parallel group make the same ones; `check_same_plans` verifies it.
+them, so that planning does not delay the thread that launches kernels. Plans are functions of the gathered load, so all
+ranks of an expert-parallel group make the same ones; `check_same_plans` verifies it.
 """
 
 import hashlib

@@ -113,7 +113,7 @@ class WeightGradientFill(StepCallback):
         config.grad_sync_func = None
 
     def begin_schedule(self) -> None:
-        # It may be that of another callback, which expects that all gradients have been computed.
+        # Another callback may have set it, to run when all gradients have been computed.
         self._finalize = self._config.finalize_model_grads_func
         self._config.finalize_model_grads_func = self._finalize_all
         self._schedule = FilledSchedule(*self._plan(get_num_microbatches()), self.gradients.compute)

@@ -158,7 +158,7 @@ class DocumentRotaryEmbedding(torch.nn.Module):
         return packed_seq_params
 
     def forward(self, planned: PlannedSequences, **unused: Any) -> Any:
-        """Angles [rows, 1, 1, dim]; with YaRN a pair of them and its scale, as from the original."""
+        """Angles [rows, 1, 1, dim]; with YaRN (angles, scale), as from the original."""
         table = self.original(planned.longest, packed_seq=True)
         if isinstance(table, tuple):
             return table[0][planned.positions], *table[1:]
@@ -169,7 +169,7 @@ class _LatentRotaryEmbedding(DocumentRotaryEmbedding):
     """Rotary embedding of a layer with multi-latent attention, for queries [rows, heads, dim]. Layers share angles."""
 
     def forward(self, planned: PlannedSequences, **unused: Any) -> Any:
-        """Angles [rows, 1, dim]; with YaRN a pair of them and its scale."""
+        """Angles [rows, 1, dim]; with YaRN (angles, scale)."""
         if planned.angles is None:
             found = super().forward(planned)
             scaled = isinstance(found, tuple)

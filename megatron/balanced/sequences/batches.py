@@ -11,7 +11,7 @@ __all__ = ["Batches"]
 
 @dataclass(frozen=True)
 class Batches:
-    """What the sequence balancer knows of a loop and its model beside the model's config.
+    """Facts about a loop and its model that the sequence balancer needs and the model's config does not have.
 
     job: the run.
     shape: of the model's attention.

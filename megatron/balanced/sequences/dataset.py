@@ -128,7 +128,7 @@ class PlannedDataset(torch.utils.data.Dataset):
         # Of the latest step: its first sample, and the micro-batch of each document, or the samples of each micro-batch
         self._latest: tuple[int, _Drawn, np.ndarray] | None = None
         self._latest_whole: tuple[int, list[list[Sample]]] | None = None
-        for name in ("split", "index_split"):  # which tell Megatron training from validation
+        for name in ("split", "index_split"):  # Megatron distinguishes training from validation by them
             if hasattr(dataset, name):
                 setattr(self, name, getattr(dataset, name))
 

@@ -87,7 +87,7 @@ class PredictionLayer(MultiTokenPredictionLayer):
         if self.config.mtp_detach_heads:
             embedded = embedded.detach()
         hidden_states = make_viewless_tensor(inp=hidden_states, requires_grad=True, keep_graph=True)
-        if not hidden_states.requires_grad:  # detached, where recomputation wants an input with a gradient
+        if not hidden_states.requires_grad:  # it is detached, but recomputation needs an input with a gradient
             hidden_states.requires_grad_(True)
         return input_ids, position_ids, None, embedded, hidden_states
 

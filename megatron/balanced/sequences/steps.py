@@ -7,7 +7,7 @@ token keeps its origin, the micro-batch and data-parallel rank for which Megatro
 stays the same.
 
 Megatron-LM's micro-batches stay whole if micro-batches must have one size, or if a router loss is of a micro-batch or
-sample of Megatron-LM. Then only their order changes, and with which ones of other data-parallel ranks each is combined.
+sample of Megatron-LM. Then only their order changes, and so which ones of different data-parallel ranks are combined.
 """
 
 from collections.abc import Callable, Sequence
