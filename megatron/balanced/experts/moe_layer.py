@@ -276,7 +276,7 @@ class BalancedMoELayer(MoELayer):
             routing_map = ((number > first[:, None]) & (number <= last[:, None])).T.contiguous()
             probs = probs.index_select(1, expert) * routing_map
             if self.config.moe_router_padding_for_quantization:
-                # The dispatcher pads the map of physical experts, each to a multiple, in place.
+                # The dispatcher changes the map in place: it pads the tokens of each expert to a multiple.
                 routing_map = routing_map.clone()
         elif self._fixed_experts:
             self._in_use = share

@@ -193,7 +193,8 @@ def _work(chunk: Any) -> tuple[float, float, float, float]:
 
 
 def _products(layer: torch.nn.Module, modules: Iterable[torch.nn.Module]) -> float:
-    """The number of weights of `modules` in `layer` that multiply a token. Of experts, only those it chooses count."""
+    """The number of weights of `modules` in `layer` that multiply a token. Only experts that the token chooses
+    count."""
     of_experts = {
         id(parameter): layer.config.moe_router_topk / module.num_local_experts
         for module in layer.modules()

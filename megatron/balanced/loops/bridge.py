@@ -75,7 +75,7 @@ class Balance:
         self.balancers.after_step()
 
     def on_train_end(self, context: Any) -> None:
-        """The model is plain from now on."""
+        """Close the balancers. The model is plain from now on."""
         assert self.balancers is not None
         self.balancers.close()
 

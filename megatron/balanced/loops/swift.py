@@ -34,7 +34,7 @@ def callback(base: type, choice: Choice) -> type:
             self.balancers = choice.around(self.trainer.wrapped_models, job)
 
         def on_train_end(self) -> None:
-            """The model is plain from now on."""
+            """Close the balancers. The model is plain from now on."""
             assert self.balancers is not None
             self.balancers.close()
             super().on_train_end()

@@ -40,7 +40,7 @@ def balanced(engine: type, given: Choice, tokens: int = 8192) -> type:
             return scheduler
 
         def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
-            """Replica slots are freed for a rollout, and allocated again for training."""
+            """Free replica slots for a rollout, and allocate them again for training."""
             moves = model and self.balancers is not None and self._on_device == (device == "cpu")
             if moves and device == "cpu":
                 self.balancers.release()
