@@ -59,8 +59,8 @@ class Prediction:
         """
         masks = torch.cat(self.masks)
         counts = self.count(masks)
-        # Megatron-LM divides the sum over all ranks by data- times context-parallel ranks. It should be the former
-        # only.
+        # Megatron-LM divides the sum over all ranks by data- times context-parallel ranks, but all ranks together have
+        # one loss for each data-parallel rank.
         average = weights_of_counts(masks.to(dtype), self.origin, counts) * mpu.get_context_parallel_world_size()
         if not per_token:
             return average, average

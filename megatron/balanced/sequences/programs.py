@@ -59,7 +59,8 @@ def routing_of(config: SequenceConfig, cluster: Cluster) -> str | int:
 
 
 def token_bytes(shape: AttentionShape, model: TransformerConfig) -> TokenBytes:
-    """Bytes of a token in the attention of this rank, for routing. For keys and values, what ranks exchange counts."""
+    """Bytes of a token in the attention of this rank, for routing. If ranks exchange latents, the bytes of keys and
+    values are those of latents."""
     ways, item_bytes = mpu.get_tensor_model_parallel_world_size(), model.params_dtype.itemsize
     heads, kv_heads = (max(number // ways, 1) for number in (shape.heads, shape.kv_heads))
     found = TokenBytes.of(
