@@ -27,12 +27,12 @@ from megatron.balanced.trainer.watchdog.stall import name_ranks
 
 __all__ = ["check_agreement"]
 
-_START_SECONDS = 600.0  # for all ranks to get here
-_ASKED = 16  # ranks with different digests whose values are compared
-_SHOWN = 3  # differences
+_START_SECONDS = 600.0  # for all ranks to reach the comparison
+_ASKED = 16  # at most so many ranks, each with another digest, post their values
+_SHOWN = 3  # differences named in the error
 
-# Flags that may differ by rank: what this rank is, and where its host has its files. Whether such a flag is given is
-# compared, and the content of the files that decide shapes and plans: `--cluster` and the corpus.
+# Flags whose values may differ between ranks: the rank itself, and paths, which may differ between hosts. Of a path,
+# only whether it is given is compared. The content of `--cluster` and the size of the corpus are compared, too.
 _RANK = ("rank", "local_rank")
 _PLACES = (
     "balance_config", "balance_report", "bert_load", "cluster", "ict_load", "load", "merge_file",
@@ -40,11 +40,11 @@ _PLACES = (
 )  # fmt: skip
 _ENDINGS_OF_PLACES = ("_path", "_dir", "_file")
 
-_comparisons = itertools.count()  # of this process, so that each has keys of its own in the store
+_comparisons = itertools.count()  # of this process: each comparison uses its own keys in the store
 
 
 def check_agreement(args: argparse.Namespace, config: BalanceConfig) -> None:
-    """Raise ValueError, the same one on all ranks, unless all of them will do the same.
+    """Raise the same ValueError on all ranks unless their flags, code, device and data agree.
 
     args: validated by Megatron-LM. Raises OthersFailed if another rank fails before it gets here.
     """
@@ -60,7 +60,7 @@ def check_agreement(args: argparse.Namespace, config: BalanceConfig) -> None:
 
 
 def _values(args: argparse.Namespace, config: BalanceConfig) -> dict[str, str]:
-    """What must be the same on all ranks, by a name that a user knows."""
+    """The values that must be the same on all ranks: name as the user knows it -> value as text."""
     values = dict(vars(args))
     for field in dataclasses.fields(config):
         part = getattr(config, field.name)
@@ -83,7 +83,7 @@ def _values(args: argparse.Namespace, config: BalanceConfig) -> dict[str, str]:
 
 
 def _source() -> str:
-    """A hash of all source files of this package and of `balancing`, some 250; 10 to 40 ms."""
+    """A hash of the source files of `megatron.balanced` and `balancing`. Takes 10 to 40 ms for 250 files."""
     digest = hashlib.sha256()
     for folder in (Path(__file__).parents[1], Path(balancing.__file__).parent):
         for file in sorted(folder.rglob("*.py")):
@@ -92,7 +92,7 @@ def _source() -> str:
 
 
 def _corpus(args: argparse.Namespace) -> str:
-    """The bytes of the index of each corpus, from which samples are made."""
+    """The size of the index of each corpus, as text. With `--sft`, the size of each file of conversations."""
     from megatron.training.utils import get_blend_and_blend_per_split
 
     blend, per_split = get_blend_and_blend_per_split(args)
@@ -102,9 +102,9 @@ def _corpus(args: argparse.Namespace) -> str:
 
 
 def _compare(values: dict[str, str], given: set[str]) -> str | None:
-    """What the ranks differ in, in one line, the same on all of them; None if they agree.
+    """One line that says how the ranks differ, the same on all ranks; None if they agree.
 
-    given: flags on the command line, which are named before what follows from them.
+    given: flags on the command line. Differences in these are named first.
     """
     own, world = rank(), range(world_size())
     text = json.dumps({"values": values, "given": sorted(given)})
@@ -146,7 +146,11 @@ def _wait(store: dist.Store, keys: list[str]) -> None:
 
 
 def _difference(ranks: list[list[int]], answers: list[dict[str, Any]]) -> str:
-    """ranks: those of each answer."""
+    """One line on the first `_SHOWN` differences.
+
+    ranks: [answer] -> the ranks with that answer's digest.
+    answers: `values` and `given` of one rank of each digest.
+    """
     given = {flag for answer in answers for flag in answer["given"]}
     differing = {}
     for name in dict.fromkeys(name for answer in answers for name in answer["values"]):

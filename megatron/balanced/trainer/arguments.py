@@ -49,10 +49,11 @@ __all__ = ["add_balance_flags", "parse_arguments"]
 def add_balance_flags(
     parser: argparse.ArgumentParser, extension: ModelExtension | None = None
 ) -> argparse.ArgumentParser:
+    """Add the flags of this package and of `extension` to Megatron-LM's `parser`. Bad flags then raise ValueError."""
     add_flags(parser)
     if extension is not None:
         extension.add_flags(parser)
-    for action in parser._actions:  # from docstrings of Megatron, in which argparse reads a single % as a format
+    for action in parser._actions:  # help texts from Megatron-LM's docstrings have a bare %, a format to argparse
         action.help = action.help and re.sub(r"(?<!%)%(?![%(])", "%%", action.help)
     parser.set_defaults(**_defaults_of_this_host())
     for action in parser._actions:
@@ -63,7 +64,7 @@ def add_balance_flags(
 
 
 def _refusing(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """`read`, the type of an argument, where argparse gets an error that it knows for any text that is wrong."""
+    """Wrap `read`, the type of an argument: every bad text raises ValueError, which argparse reports."""
 
     @functools.wraps(read)
     def value(text: str) -> Any:
@@ -76,7 +77,7 @@ def _refusing(read: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def _refuse_flags(parser: argparse.ArgumentParser, message: str) -> NoReturn:
-    """Replace argparse's error, which prints the usage of some six hundred flags on each rank."""
+    """Raise ValueError. argparse itself would print the usage of some six hundred flags on each rank."""
     unknown = re.search(r"unrecognized arguments: (--[^\s=]+)", message)
     near = difflib.get_close_matches(unknown[1], parser._option_string_actions, n=1) if unknown else []
     raise ValueError(f"{message}; {f'did you mean {near[0]}?' if near else 'see --help'}")
@@ -185,7 +186,7 @@ def _refuse(args: argparse.Namespace, config: BalanceConfig, device: str) -> Non
         )
 
 
-# Flags of Megatron-LM that need a GPU, and what they do with it; --profile needs none with the profiler of torch.
+# Megatron-LM's flags that need a GPU, and what each does. --profile needs none with --use-pytorch-profiler.
 _OF_GPUS = {
     "gpu_sniff_test_interval": "measures the speed of GPUs",
     "log_straggler": "logs temperature and clock of GPUs",
@@ -209,7 +210,7 @@ def _refuse_without_gpu(args: argparse.Namespace) -> None:
             continue
         instead = "add --use-pytorch-profiler, or drop it" if name == "profile" else "drop it"
         raise ValueError(f"{shown(name, value)} {what}, which this run does not have; {instead}")
-    # Transformer Engine brings a generator whose state a graph may hold, wherever it runs.
+    # A graph can hold the state of Transformer Engine's random generator on any device.
     if args.cuda_graph_impl == "local" or (
         args.cuda_graph_impl == "transformer_engine" and not _has_transformer_engine()
     ):
@@ -247,16 +248,16 @@ def parse_arguments(
     """Choose the device, parse and check the command line, and set up Megatron's globals: tokenizer, writers, timers.
 
     argv: the command line without the program's name, by default `sys.argv[1:]`.
-    extension: of the model, with flags of its own.
+    extension: the model's extension, which may add flags.
 
-    Returns Megatron-LM's arguments and the flags of this package. Bad input ends the process with one line on stderr
+    Returns Megatron-LM's arguments and the config of this package. Bad input ends the process with one line on stderr
     and exit code 2.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     sys.argv[1:] = argv  # Megatron's parser reads it
     try:
         of_version = check_megatron()
-        alone = "RANK" not in os.environ  # or assumed by the next line
+        alone = "RANK" not in os.environ  # before the next line sets it
         assume_ranks(argv)
         join_job(alone=alone)
         device = _start_device(argv)
@@ -293,7 +294,7 @@ def parse_arguments(
             check_compatible(args, REPORT, "--balance-report")
         if _is_first_rank():
             print(*(f"> {note}\n" for note in (*of_version, *said, *notes)), sep="", end="", flush=True)
-        if args.sft:  # its dataset has no mask, and asserts that none is requested
+        if args.sft:  # the SFT dataset asserts that no mask is requested
             args.create_attention_mask_in_dataloader = False
         with contextlib.redirect_stdout(io.StringIO()) if assumes_gpus() else contextlib.nullcontext():
             validate_args(args)  # prints some six hundred arguments

@@ -1,7 +1,7 @@
 """`--sequence-domain auto`: the ranks that share micro-batches, chosen by the cost model at start-up.
 
-The lengths of documents are in the index of the training set, of which a few blocks are read. All ranks read the same,
-so all choose the same domain without communication.
+Document lengths are read from a few blocks of the training set's index. All ranks read the same blocks, so all choose
+the same domain without communication.
 """
 
 import argparse
@@ -18,8 +18,8 @@ from megatron.balanced.trainer.config import BalanceConfig, cluster_from_flags
 
 __all__ = ["sample_lengths", "settle_domain"]
 
-_SAMPLES = 256  # of the training set
-_BLOCKS, _BLOCK = 16, 4096  # of an index, and document lengths in one
+_SAMPLES = 256  # drawn from the training set
+_BLOCKS, _BLOCK = 16, 4096  # blocks read from an index, and document lengths per block
 
 
 def settle_domain(args: argparse.Namespace, config: BalanceConfig) -> tuple[BalanceConfig, list[str]]:
@@ -35,7 +35,7 @@ def settle_domain(args: argparse.Namespace, config: BalanceConfig) -> tuple[Bala
 
 
 def _settled(args: argparse.Namespace, config: BalanceConfig) -> tuple[str, str]:
-    """The domain and why."""
+    """The chosen domain and the reason."""
     try:
         check_data_domain(args)
     except IncompatibleError as error:
@@ -67,7 +67,7 @@ def _settled(args: argparse.Namespace, config: BalanceConfig) -> tuple[str, str]
 
 
 def sample_lengths(args: argparse.Namespace) -> list[tuple[int, ...]] | None:
-    """Lengths of the documents of samples as the training set has them, always the same; None if no index tells."""
+    """[sample] -> tokens of its documents, for 256 samples drawn with a fixed seed; None without a readable index."""
     from megatron.training.utils import get_blend_and_blend_per_split
 
     blend, per_split = get_blend_and_blend_per_split(args)
@@ -85,7 +85,7 @@ def sample_lengths(args: argparse.Namespace) -> list[tuple[int, ...]] | None:
 
 
 def _lengths_of_index(prefix: str) -> np.ndarray | None:
-    """int32 [document], tokens of documents in evenly spaced blocks of an index; None where it cannot be read."""
+    """int32 [document], tokens of documents in evenly spaced blocks of an index; None if it cannot be read."""
     path = Path(f"{prefix}.idx")
     if "://" in prefix or not path.is_file():
         return None
@@ -100,9 +100,9 @@ def _lengths_of_index(prefix: str) -> np.ndarray | None:
 
 
 def _fill(lengths: np.ndarray, tokens: int, generator: np.random.Generator) -> tuple[int, ...]:
-    """Documents of one sample of `tokens` tokens, drawn from `lengths`; the first and the last are cut.
+    """Draw the document lengths of one sample of `tokens` tokens from `lengths`; the first and the last are cut.
 
-    A sample begins in the middle of a document with the odds that Megatron-LM's does, by the tokens of documents.
+    The sample begins at a random token of the corpus, as Megatron-LM's samples do.
     """
     at = int(generator.integers(int(lengths.sum(dtype=np.int64))))
     ends = lengths.cumsum(dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Which balancers a run has: `--balance`, and the flag of each, checked against the other flags."""
+"""The balancers of a run: `--balance` and the flag of each balancer, checked against the other flags."""
 
 import argparse
 import dataclasses
@@ -23,8 +23,7 @@ _CHECKS: dict[str, Callable[[argparse.Namespace, Any], tuple[Any, list[str]]]] =
 def switch_on(args: argparse.Namespace) -> frozenset[str]:
     """Set the flags of the balancers that `--balance` names.
 
-    Returns the balancers that the user left to us: those of `--balance all` whose own flag was not given. Raises
-    ValueError for a name that is no balancer's.
+    Returns the balancers that only `all` in `--balance` asks for. Raises ValueError for an unknown balancer.
     """
     asked = set() if args.balance is None else {name.strip() for name in args.balance.split(",")}
     if unknown := sorted(asked - {*_CHECKS, "all"}):
@@ -49,9 +48,9 @@ def check_balancers(
 ) -> tuple[BalanceConfig, list[str]]:
     """Return the config with the balancers in force, and notes for the user, one line each.
 
-    A balancer that has nothing to balance is switched off. So is one of `left_to_us` without settings of its own that
-    cannot run beside the other flags; for the others that raises ValueError. Called before Megatron validates `args`,
-    and may set some of them.
+    A balancer with nothing to balance is switched off. One that is incompatible with other flags raises ValueError,
+    unless it is in `left_to_us` and none of its settings is given: then it is switched off. Called before Megatron
+    validates `args`, and may set some of them.
     """
     notes: list[str] = []
     for name, check in _CHECKS.items():

@@ -37,7 +37,7 @@ class ReportConfig:
 
 @dataclasses.dataclass(frozen=True)
 class BalanceConfig:
-    """All settings of a run. Ranks of a job have the same; `dataclasses.asdict` of them is JSON."""
+    """All settings of a run, the same on all ranks. `dataclasses.asdict` of them can be written as JSON."""
 
     device: str = setting(
         "auto",
@@ -100,7 +100,7 @@ SECTIONS: dict[str, type] = {
     "layers": LayerConfig,
     "report": ReportConfig,
 }
-# Sections without effect unless a flag is given, with the argument of that flag.
+# Section -> the argument of the flag without which the section has no effect.
 _SWITCHES = {
     "experts": "balance_experts",
     "sequences": "balance_sequences",
@@ -121,7 +121,7 @@ def _flags(config: type) -> Iterator[tuple[dataclasses.Field, str, str]]:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of all configs. Those of sections have no defaults: what was not given may be in a file."""
+    """Add the flags of all configs. Flags of sections default to None: a file may set what no flag sets."""
     balancing = parser.add_argument_group("load balancing", "Megatron-Balance's own flags; all off by default.")
     for config in (BalanceConfig, *SECTIONS.values()):
         for field, flag, _ in _flags(config):
@@ -139,7 +139,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Given:
-    """A setting that the user gave. shown: where, as in "--expert-replica-slots" or "FILE: experts.min_gain"."""
+    """A setting that the user gave. shown: its place, such as "--expert-replica-slots" or "FILE: experts.min_gain"."""
 
     value: Any
     shown: str
@@ -149,11 +149,10 @@ class _Given:
 
 
 def config_from_flags(args: argparse.Namespace, device: str) -> tuple[BalanceConfig, list[str]]:
-    """The config that parsed flags and the files of `--balance-config` give, and notes for the user, one line each.
+    """The config from parsed flags and the files of `--balance-config`, and notes for the user, one line each.
 
-    Sets the arguments of flags that were not given to the values in force. device: "cuda" or "cpu", in the place of
-    "auto". Raises ValueError, in one line, for what is wrong in a file, for a value out of range, and for a setting
-    without effect.
+    Sets arguments that were not given to the values in force. device: "cuda" or "cpu", in the place of "auto". Raises
+    ValueError, in one line, for a bad file, a value out of range, or a setting without effect.
     """
     if args.balance_report == "":
         raise ValueError("--balance-report '' names no directory; give one, or drop it")
@@ -198,7 +197,7 @@ def _section(args: argparse.Namespace, section: str, given: dict[str, _Given]) -
 def cluster_from_flags(config: BalanceConfig, world_size: int) -> Cluster | None:
     """The cluster that `--cluster` describes, None without that flag.
 
-    Raises ValueError where it does not fit the ranks of this job.
+    Raises ValueError if it does not fit the ranks of this job.
     """
     if config.cluster is None:
         return None

@@ -1,10 +1,10 @@
-"""The file of `--balance-config`: settings that have no flag, and those that have one, by section.
+"""The file of `--balance-config`: settings by section, with or without a flag of their own.
 
     experts: {min_gain: 0.08}
     layers: {planner: diffusion, interval: 100}
 
-A section is a config of a balancer, its entries are fields of this config. The file is YAML as `yaml.safe_load` reads
-it, without aliases, which make a small file large.
+A section is the config of a balancer or of the report, its entries are fields of this config. The file is YAML as
+`yaml.safe_load` reads it. Aliases are refused, since they make a small file large.
 """
 
 import dataclasses
@@ -18,12 +18,12 @@ import yaml
 __all__ = ["fields_of_file", "read_file"]
 
 _MOST_BYTES = 1_000_000
-_MOST_DEPTH = 3  # a file, a section, and one more, which is refused by its name
+_MOST_DEPTH = 3  # the file, its sections, and one more level, whose error names the field
 _MOST_SHOWN = 100  # characters of a value in an error
 
 
 def fields_of_file(config: type) -> dict[str, dataclasses.Field]:
-    """Name -> field of a config, without the switches: whether a balancer is on is told on the command line."""
+    """Name -> field of a config. The switches are left out: balancers are switched on by flags only."""
     switches = ("enabled", "once")
     return {field.name: field for field in dataclasses.fields(config) if field.name not in switches}
 
@@ -33,8 +33,8 @@ def read_file(path: str, sections: Mapping[str, type]) -> dict[str, dict[str, An
 
     sections: the config of each section.
 
-    Raises ValueError, in one line, for a file that cannot be read or is no YAML of sections, and for a section, a field
-    or the type of a value that is none.
+    Raises ValueError, in one line, for a file that cannot be read or is not YAML with sections, an unknown section or
+    field, and a value of another type.
     """
     content, where = _parse(path), f"--balance-config {path}"
     if not isinstance(content, dict):
@@ -71,7 +71,7 @@ def _parse(path: str) -> Any:
     try:
         why = _refused(data)
         content = None if why else yaml.safe_load(data)
-    except (yaml.YAMLError, ValueError) as error:  # such as for a number of thousands of digits
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: such as a number of thousands of digits
         raise ValueError(f"--balance-config {path} is no YAML: {_short(' '.join(str(error).split()))}") from error
     if why:
         raise ValueError(f"--balance-config {path} {why}")
@@ -79,7 +79,7 @@ def _parse(path: str) -> Any:
 
 
 def _refused(data: bytes) -> str | None:
-    """Why YAML is refused before it is read as a whole: an alias, mappings in mappings, a name given twice."""
+    """Why YAML is refused before it is loaded: an alias, too deep nesting, or a duplicate name; None if it is not."""
     depth = 0
     for event in yaml.parse(data, Loader=yaml.SafeLoader):
         if isinstance(event, yaml.AliasEvent):
@@ -93,7 +93,7 @@ def _refused(data: bytes) -> str | None:
         seen = set()
         for key, _ in mapping.value if isinstance(mapping, yaml.MappingNode) else ():
             if str(key.value) in seen:
-                return f"has {_short(str(key.value))} twice; keep one"  # of which YAML takes the last without a word
+                return f"has {_short(str(key.value))} twice; keep one"  # YAML would silently take the last
             seen.add(str(key.value))
     return None
 
@@ -103,7 +103,7 @@ def _short(text: str) -> str:
 
 
 def _typed(value: Any, kind: Any) -> Any:
-    """A value of a file as a field has it. Raises ValueError, whose text follows the value, for one of another type."""
+    """A file's value in the type of its field. Raises ValueError for another type; its text goes after the value."""
     if isinstance(kind, types.UnionType):  # such as float | None
         kind, _ = kind.__args__
         if value is None:

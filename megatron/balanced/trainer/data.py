@@ -1,8 +1,8 @@
 """Datasets, micro-batches and the loss of GPT: the part of training that Megatron-LM leaves to an entry script.
 
-The datasets, their caches and the broadcast over tensor-parallel ranks are Megatron-LM's. Its own entry script differs
-in one point: with packed or balanced documents every pipeline stage reads the data here, since the attention of every
-layer needs the boundaries of documents.
+The datasets, their caches and the broadcast over tensor-parallel ranks are Megatron-LM's. One point differs from its
+entry script: with packed or balanced documents every pipeline stage reads the data, since attention in every layer
+needs document boundaries.
 """
 
 import argparse
@@ -155,7 +155,7 @@ def _next_batch(data_iterator: Iterator | None, vp_stage: int | None, releases: 
     args = get_args()
     tensor_rank = mpu.get_tensor_model_parallel_rank()
     if not _stage_reads_data(args, vp_stage):
-        if releases and tensor_rank == 0:  # it may become the last stage, so it keeps pace
+        if releases and tensor_rank == 0:  # this stage may become the last one, so its iterator must keep pace
             assert data_iterator is not None, "a stage that may have to read data has no data iterator"
             next(data_iterator)
         return None
@@ -197,8 +197,8 @@ def _packed_parameters(batch: dict[str, Any]) -> PackedSeqParams | None:
     if batch.get("cu_seqlens") is None:
         return None
     args = get_args()
-    # With these, MoE layers take the samples of a packed micro-batch apart again. Under sequence parallelism a rank has
-    # no whole samples, and `PackedRouter` knows them.
+    # With tokens_per_sample, MoE layers split a packed micro-batch into its samples again. Under sequence parallelism a
+    # rank has no whole samples; there `PackedRouter` tells samples apart.
     takes_apart = packs_samples_of_losses(args) and not args.sequence_parallel
     bounds = batch["cu_seqlens"].squeeze(0)
     padded = batch.get("cu_seqlens_padded")
@@ -213,7 +213,7 @@ def _packed_parameters(batch: dict[str, Any]) -> PackedSeqParams | None:
         cu_seqlens_kv_padded=padded,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        # Without it Mamba layers pass their state from a document to the next.
+        # Without total_tokens, Mamba layers would pass their state from one document to the next.
         total_tokens=args.micro_batch_size * args.seq_length if "M" in (args.hybrid_layer_pattern or "") else None,
         tokens_per_sample=args.seq_length if takes_apart else None,
     )
@@ -239,8 +239,8 @@ def _loss(
 
     loss_mask: 1 where a token counts, as many elements as `output`.
     output: the loss of each token, any shape.
-    weigh: of balanced sequences, gives what each row counts from the mask [row]. Where Megatron-LM averages over
-        micro-batches, the sum is of losses that have been divided, and the number is 1.
+    weigh: with balanced sequences, loss mask [row] -> weight of each row. Where Megatron-LM averages over
+        micro-batches, the sum is over weighted losses, and the number of tokens is 1.
     training: whether the loss is trained on.
     """
     args = get_args()
@@ -268,11 +268,11 @@ def _loss(
         )
     reported = torch.stack([total.detach(), tokens.to(total.dtype)])
     if weigh is not None and (args.sft if not training else not args.calculate_per_token_loss):
-        # Megatron-LM averages what comes of this over data- and context-parallel ranks, and the ranks add up to the
-        # losses of as many micro-batches as there are data-parallel ranks.
+        # Megatron-LM averages the result over data- and context-parallel ranks. The weighted losses of these ranks add
+        # up to the losses of as many micro-batches as there are data-parallel ranks.
         total = torch.sum(losses * weigh(mask.to(losses.dtype))) * mpu.get_context_parallel_world_size()
         tokens = torch.ones_like(tokens)
-        if not training:  # --sft alone averages over micro-batches there
+        if not training:  # in evaluation, only --sft averages over micro-batches
             reported = torch.stack([total.detach(), tokens.to(total.dtype)])
     return total, tokens, {"lm loss": reported}
 
@@ -290,8 +290,8 @@ def forward_step(
 
     data_iterator: of this rank; None on ranks without data.
     model: the model chunk.
-    return_schedule_plan: return Megatron-LM's plan of the forward and backward pass in the place of the output tensor,
-        which the schedule then runs in parts (`--overlap-moe-expert-parallel-comm`).
+    return_schedule_plan: return Megatron-LM's plan of the forward and backward pass instead of the output tensor. The
+        schedule then runs the plan in parts (`--overlap-moe-expert-parallel-comm`).
     observer: told of each micro-batch, and of Megatron-LM's plan if that is returned.
     sequences: plans how documents are spread over ranks; None for Megatron-LM's own layout.
     releases: whether ranks may leave the job, as in `train_valid_test_datasets`.

@@ -1,12 +1,12 @@
-"""`--balance-dry-run`: what a run would be like, found out without starting it.
+"""`--balance-dry-run`: describe a run without starting it.
 
-Started without a launcher, a dry run plans for another machine: WORLD_SIZE says how many ranks, and each is taken to
-have a new GPU with the packages that Megatron-LM can use, Transformer Engine above all. Flags are then parsed and
-validated as on that machine; nothing is allocated and no process group exists. With `--device cpu` the ranks have CPUs
-and the packages of this machine. Under a launcher, a dry run describes the ranks that were started.
+Without a launcher, a dry run assumes another machine: WORLD_SIZE ranks, each with a Blackwell GPU and Transformer
+Engine. Flags are parsed and validated as on that machine. Nothing is allocated and no process group is created. With
+`--device cpu` the assumed ranks have CPUs and the packages of this machine. Under a launcher, a dry run describes the
+ranks that were started.
 
-Megatron-LM asks for a device and for packages while it validates flags. The CPU answers for the device
-(`megatron.balanced.cpu.device`); `assume_ranks` supplies the other answers.
+Megatron-LM asks for a device and for packages while it validates flags. `megatron.balanced.cpu.device` answers for the
+device, `assume_ranks` and `assume_packages` for the rest.
 """
 
 import argparse
@@ -40,7 +40,7 @@ __all__ = [
     "slot_bytes",
 ]
 
-_CAPABILITY = (10, 0)  # of the GPUs that are assumed: Blackwell, which has every number format
+_CAPABILITY = (10, 0)  # of the assumed GPUs: Blackwell, which has every number format
 _TRANSFORMER_ENGINE = "2.14.0"  # the version of NVIDIA's recipes
 _RANKS_PER_NODE = 8
 
@@ -57,8 +57,8 @@ _LOOKED_FOR = {
     "megatron.core.models.common.embeddings.rope_utils": ("fused_apply_rotary_pos_emb",),
 }
 
-# What a forecast takes documents and routing for, unless it is told: the lengths of a public set for long contexts, and
-# the skew of experts measured on real text (names of balancing.whatif).
+# What a forecast assumes, by names of balancing.whatif: the document lengths of a public long-context data set, and
+# expert skew measured on real text.
 _LENGTHS, _ROUTING = "prolong", "dodoco-mha"
 
 _assumed = False
@@ -70,7 +70,7 @@ def assumes_gpus() -> bool:
 
 
 def is_available(package: str) -> bool:
-    """Whether ranks can import `package`, which a dry run for other machines assumes."""
+    """Whether ranks can import `package`. A dry run for other machines assumes so."""
     return _assumed or importlib.util.find_spec(package) is not None
 
 
@@ -78,7 +78,7 @@ def assume_ranks(argv: Sequence[str]) -> bool:
     """Begin a dry run for other machines if `argv` and the environment ask for one, before Megatron-LM is imported.
 
     Sets the environment of rank 0 of WORLD_SIZE, and assumes GPUs unless `argv` has --device cpu. Returns whether it
-    assumes GPUs. Raises ValueError for a WORLD_SIZE that is no number of ranks.
+    assumes GPUs. Raises ValueError for a WORLD_SIZE that is not a number of at least 1.
     """
     global _assumed
     asked = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -87,7 +87,7 @@ def assume_ranks(argv: Sequence[str]) -> bool:
     given = asked.parse_known_args(argv)[0]
     if not given.balance_dry_run or "RANK" in os.environ:
         return False
-    given_ranks = os.environ.pop("WORLD_SIZE", "1")  # which nothing else could read if it is no number
+    given_ranks = os.environ.pop("WORLD_SIZE", "1")  # removed, since nothing else could read a bad value
     if not given_ranks.isdecimal() or int(given_ranks) < 1:
         raise ValueError(f"WORLD_SIZE {given_ranks} is not a number of ranks; give 1 or more")
     ranks = int(given_ranks)
@@ -95,8 +95,8 @@ def assume_ranks(argv: Sequence[str]) -> bool:
     os.environ.setdefault("LOCAL_WORLD_SIZE", str(node))
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # no other rank is there to agree with on a refusal
-    # Megatron-LM demands 1 of it in layouts that overlap, on GPUs before Blackwell. The scripts of a job set it.
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # there are no other ranks to share a report of errors with
+    # On GPUs before Blackwell, Megatron-LM requires the value 1 in layouts with overlap. Job scripts set it.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if given.device == "cpu":
         return False
@@ -107,7 +107,7 @@ def assume_ranks(argv: Sequence[str]) -> bool:
 
 
 def assumed_device() -> str:
-    """The machines that are assumed, in words."""
+    """The assumed machines, in words."""
     launch = detect_launch()
     capability = ".".join(map(str, _CAPABILITY))
     return (
@@ -117,7 +117,7 @@ def assumed_device() -> str:
 
 
 def assume_packages() -> None:
-    """Let Megatron-LM, which is imported here, find the packages of the machine that is assumed."""
+    """Let Megatron-LM, which is imported here, find the packages of the assumed machine."""
     from megatron.core import utils
     from packaging.version import Version
 
@@ -134,9 +134,9 @@ def _never_called(*args: Any, **kwargs: Any) -> None:
 
 
 def model_of(args: argparse.Namespace) -> Any:
-    """Megatron-LM's config of the model that `args` describe. Raises ValueError or AssertionError where it has none.
+    """Megatron-LM's config of the model that `args` describe. Raises ValueError or AssertionError if it refuses them.
 
-    A vocabulary that only the tokenizer would tell has an arbitrary size here.
+    A vocabulary size that only the tokenizer knows is arbitrary here.
     """
     from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
 
@@ -163,7 +163,7 @@ def plan_lines(args: argparse.Namespace, config: BalanceConfig, frozen: int | No
         shared = {"context": ("context-parallel", "cp"), "data": ("data-parallel", "dp-cp")}
         kind, axes = shared[config.sequences.domain]
         groups = groups_along(args, axes)
-        if kind == "data-parallel":  # of a large domain, its groups
+        if kind == "data-parallel":  # a large domain plans in groups
             each = len(groups[0]) // number_of_groups(args.data_parallel_size)
             groups = [ranks[at : at + each] for ranks in groups for at in range(0, len(ranks), each)]
         lines.append(_scope("--balance-sequences", kind, groups))
@@ -181,7 +181,7 @@ def plan_lines(args: argparse.Namespace, config: BalanceConfig, frozen: int | No
 
 
 def _kind_lines(args: argparse.Namespace) -> list[str]:
-    """What layers of a hybrid model move, and the segments that they begin with."""
+    """Which layers of a hybrid model move, and the segments at the start."""
     if args.hybrid_layer_pattern is None:
         return []
     pattern = read_pattern(args.hybrid_layer_pattern)
@@ -192,7 +192,7 @@ def _kind_lines(args: argparse.Namespace) -> list[str]:
 
 
 def _state_lines(args: argparse.Namespace, ranks: int) -> list[str]:
-    """How layers that pass a state from token to token get documents whole, which `ranks` ranks share."""
+    """How Mamba layers, which need whole documents, divide the work of documents that `ranks` ranks share."""
     layers = args.hybrid_layer_pattern and read_pattern(args.hybrid_layer_pattern).symbols.count("M")
     if not layers:
         return []
@@ -205,7 +205,7 @@ def _state_lines(args: argparse.Namespace, ranks: int) -> list[str]:
 
 def _gain_lines(args: argparse.Namespace, config: BalanceConfig, frozen: int | None) -> list[str]:
     """What balancing would save, where `--cluster` says how fast the machine is."""
-    from balancing.whatif.forecast import forecast, verdict  # which runs that train need not import
+    from balancing.whatif.forecast import forecast, verdict  # runs that train do not need these
     from balancing.whatif.job import flag_table, read_recipe_flags
 
     cluster = cluster_from_flags(config, args.world_size)
@@ -236,7 +236,7 @@ def _gain_lines(args: argparse.Namespace, config: BalanceConfig, frozen: int | N
 
 
 def _release_line(job: Any, cluster: Any, floor: float, min_stages: int) -> str:
-    """When stages are given back first, as layers freeze one by one. job: of `balancing.whatif`."""
+    """The smallest number of frozen layers with which stages are released. job: of `balancing.whatif`."""
     from balancing.whatif.forecast import shorter
     from balancing.whatif.step import StepModel
 
@@ -251,7 +251,7 @@ def _release_line(job: Any, cluster: Any, floor: float, min_stages: int) -> str:
 
 
 def _flags_of(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
-    """The flags `names`, which a forecast reads, as they are after validation."""
+    """The values after validation of the flags `names`, which a forecast reads."""
     values = {name: getattr(args, name, None) for name in names}
     values |= {"fp8_format": args.fp8, "attention_backend": args.attention_backend.name}
     values["microbatch_group_size_per_virtual_pipeline_stage"] = args.microbatch_group_size_per_vp_stage
@@ -319,8 +319,8 @@ def _slot_lines(args: argparse.Namespace, config: BalanceConfig) -> list[str]:
 def moe_layers(model: Any, *, repeats_prediction: bool = False) -> list[list[int]]:
     """MoE layers that can have replicas: [stage][model chunk] -> their number, with those of multi-token prediction.
 
-    model: Megatron-LM's config. repeats_prediction: whether one layer of prediction runs several times, which then has
-    no replicas.
+    model: Megatron-LM's config.
+    repeats_prediction: whether one layer of multi-token prediction runs several times. It has no replicas then.
     """
     from megatron.core.transformer.enums import LayerType
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
@@ -334,7 +334,7 @@ def moe_layers(model: Any, *, repeats_prediction: bool = False) -> list[list[int
         of_experts = [bool(each) for each in frequency]
     stages, chunks = model.pipeline_model_parallel_size, model.virtual_pipeline_model_parallel_size or 1
     layout = model.pipeline_model_parallel_layout
-    # A layer of prediction is built as the last layer of the model is.
+    # A layer of multi-token prediction is built like the last layer of the model.
     prediction = (model.mtp_num_layers or 0) if of_experts[-1] and not repeats_prediction else 0
     counts = [[0] * chunks for _ in range(stages)]
     first = 0
@@ -367,7 +367,7 @@ def slot_bytes(model: Any, chunks: Sequence[int], slots: int, *, shared: bool) -
     model: Megatron-LM's config.
     chunks: [model chunk] -> MoE layers on that rank.
     slots: maximal number of replicas of a layer.
-    shared: whether two buffers serve all layers of a chunk, or four where messages of experts are overlapped.
+    shared: whether two buffers serve all layers of a chunk (four with `--overlap-moe-expert-parallel-comm`).
     """
     from megatron.balanced.experts.quantized_weights import copied_bytes
 
@@ -378,7 +378,7 @@ def slot_bytes(model: Any, chunks: Sequence[int], slots: int, *, shared: bool) -
     if model.add_bias_linear:
         shapes += [(wide,), (hidden,)]
     expert = [torch.empty(shape, dtype=model.params_dtype, device="meta") for shape in shapes]
-    copies = 0 if model.fp8_param else copied_bytes(model)  # stored by row and by column, 8 bits take as much as 16
+    copies = 0 if model.fp8_param else copied_bytes(model)  # 8-bit weights by row and by column take as much as 16-bit
     stored = {"copies": copies, "alternating": model.overlap_moe_expert_parallel_comm}
     return sum(
         ReplicaSlots.bytes_needed([[expert]] * layers, slots, shared=shared, **stored) for layers in chunks if layers

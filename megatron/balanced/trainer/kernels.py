@@ -18,7 +18,7 @@ _NAMES = {
 
 
 def kernels_line(args: argparse.Namespace) -> str:
-    """Attention and experts of this run. Compiles the kernels that merge results of balanced sequences."""
+    """One line on attention and experts of this run. Compiles the kernels that merge attention results."""
     engine = args.transformer_impl == "transformer_engine"
     own = "Megatron-LM's own" + (", as --transformer-impl local asks" if not engine else "")
     attention = "Transformer Engine's" if engine else f"{own}, in matrix products"

@@ -24,7 +24,7 @@ __all__ = ["layer_source", "training_loop"]
 
 
 def layer_source(args: argparse.Namespace, model: ModelConfig) -> LayerSource:
-    """The layers of the model that is built from `model`. New layouts are written to it and to `args`, which
+    """The layers of the model that is built from `model`. New layouts are written to `model` and to `args`, which
     checkpoints record."""
     hybrid = isinstance(model, HybridModelConfig)
 
@@ -57,7 +57,7 @@ def _layer_spec(config: GPTModelConfig, vp_stage: int | None) -> Any:
 
 
 def training_loop(args: argparse.Namespace, model: ModelConfig, *, fills: bool) -> TrainingLoop:
-    """What moves of layers need of Megatron-LM's loop. fills: whether weight gradients fill waits of the pipeline."""
+    """What layer balancing needs of Megatron-LM's loop. fills: whether --fill-with-weight-gradients is on."""
 
     def overrides(config: OptimizerConfig) -> Any:
         _, given = training.get_megatron_optimizer_config(args)
