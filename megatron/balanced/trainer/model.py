@@ -58,7 +58,7 @@ class SequenceParallelNorm:
     """torch's LayerNorm or RMSNorm under sequence parallelism.
 
     The norm itself is local to a token. Every tensor-parallel rank sees a part of the tokens, so gradients of its
-    weights must be summed over the group, which Megatron does for parameters marked `sequence_parallel`.
+    weights must be summed over these ranks. Megatron does so for parameters marked `sequence_parallel`.
     """
 
     def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> torch.nn.Module:
@@ -95,10 +95,10 @@ class LayerSpecs:
     def __init__(self, replacements: dict[Any, Any], of_prediction: dict[Any, Any]) -> None:
         self._replacements, self._of_prediction = replacements, of_prediction
 
-    def __call__(self, config: GPTModelConfig, vp_stage: int | None) -> Any:  # Megatron inspects the names
+    def __call__(self, config: GPTModelConfig, vp_stage: int | None) -> Any:  # Megatron inspects these parameter names
         block = default_layer_spec(config, vp_stage)
         if isinstance(block, ModuleSpec) and config.transformer.transformer_impl == "local":
-            # One spec for all layers of a dense model. The spec of the block names its final norm as well.
+            # One spec for all layers of a dense model. The block's spec also names the final norm.
             layers = get_num_layers_to_build(config.transformer, vp_stage=vp_stage)
             block = TransformerBlockSubmodules(layer_specs=[block] * layers, layer_norm=WrappedTorchNorm)
         if isinstance(block, TransformerBlockSubmodules):
@@ -109,13 +109,13 @@ class LayerSpecs:
         return _fill_in(block, self._replacements)
 
     def fill_in_prediction(self, spec: Any) -> None:
-        """Put the replacements into `spec`, of one layer of multi-token prediction."""
+        """Put the replacements into `spec`, the spec of one layer of multi-token prediction."""
         _fill_in(spec, self._of_prediction)
 
 
 def _on_own_linears(*args: Any, submodules: Any, **kwargs: Any) -> ReplicatedSequentialMLP:
     """Sequential experts made of Megatron's own linear layers, whatever the spec has. A replica runs the modules of a
-    home expert with other weights, which modules of Transformer Engine do not allow."""
+    home expert with other weights, and modules of Transformer Engine do not allow that."""
     own = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     return ReplicatedSequentialMLP(*args, submodules=own, **kwargs)
 
@@ -172,7 +172,7 @@ def _replacements(
 
 
 def replaces_in_prediction(args: argparse.Namespace, experts: ExpertConfig, sequences: SequenceConfig) -> bool:
-    """Whether layers of multi-token prediction of a GPT model have other modules than Megatron's. Parameters as in
+    """Whether layers of multi-token prediction in a GPT model have other modules than Megatron's. Parameters as in
     `model_config`."""
     return (
         bool(args.mtp_num_layers)
@@ -191,12 +191,13 @@ def model_config(
     """The model that the flags describe, as the config from which `megatron.training.pretrain` builds it.
 
     args: Megatron-LM's arguments.
-    experts, sequences: the flags of these features.
-    modules: of an extension of the model (`megatron.balanced.trainer.model_extension`), in the places of others.
+    experts, sequences: the settings of these balancers.
+    modules: Megatron-LM's module -> its replacement by the model's extension
+        (`megatron.balanced.trainer.model_extension`).
     """
     replacements, of_prediction = _replacements(args, experts, sequences)
     replacements |= modules
-    # Megatron-LM itself delays weight gradients where it overlaps messages of experts alone, and insists on that.
+    # Megatron-LM refuses delay_wgrad_compute without overlap_moe_expert_parallel_comm: it is set after the checks.
     delays = args.delay_wgrad_compute
     args.delay_wgrad_compute = delays and args.overlap_moe_expert_parallel_comm
     try:
@@ -224,29 +225,28 @@ def _config(
 
 
 def _stack_spec(config: HybridModelConfig) -> ModuleSpec:
-    """The spec of the layers of a hybrid model, which may be changed."""
+    """The spec of the layers of a hybrid model. The caller may change it."""
     if config.transformer.transformer_impl == "local":
         return local_stack_spec(config.transformer)
     return copy.deepcopy(hybrid_stack_spec)
 
 
-# Of routers, in Megatron-LM's log.
+# The losses of routers in Megatron-LM's log.
 _LOGGED = ("load_balancing_loss", "seq_load_balancing_loss", "global_load_balancing_loss", "z_loss")
 
 
 def _log_every_layer(config: TransformerConfig, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Let the log of routers' losses have an element for each layer on all ranks. Megatron-LM 0.19.2 has one for each
-    MoE layer on stages without any, and adds these up with those of other stages. Returns `chunks`, as its model hooks
-    must."""
+    """Give the log of router losses one element per layer on all ranks. On stages without MoE layers, Megatron-LM
+    0.19.2 has one element per MoE layer, and adds these to the elements of other stages. Returns `chunks`, as
+    Megatron's model hooks must."""
     for name in _LOGGED:
         get_moe_metrics_tracker().ensure_initialized(name, config.num_layers + (config.mtp_num_layers or 0))
     return chunks
 
 
 def with_the_models_modules(original: Callable) -> Callable:
-    """Replaces `mtp_block_spec`, which derives the layer spec of multi-token prediction (`--mtp-num-layers`) from
-    Megatron-LM's own whatever layer spec the model was given: for a model with `LayerSpecs`, its layers have the same
-    modules as the decoder's."""
+    """Replaces `mtp_block_spec`. The original builds layers of multi-token prediction (`--mtp-num-layers`) from
+    Megatron-LM's own layer spec, whatever spec the model has. The replacement fills in the modules of `LayerSpecs`."""
 
     @functools.wraps(original)
     def mtp_block_spec(config: Any, transformer_layer_spec: Any, vp_stage: int | None = None) -> Any:

@@ -77,7 +77,7 @@ def _helper_is_shipped(args: argparse.Namespace, config: BalanceConfig) -> bool:
 def _with_filled_state(original: Callable) -> Callable:
     @functools.wraps(original)
     def state_dict(self: Any) -> Any:
-        """Fill in the state of a new optimizer first: without state, torch's has no common step to read."""
+        """Fill in the state of a new optimizer first: without state, torch's optimizer has no common step to read."""
         if self.optimizer is not None and not self.optimizer.state:
             self._init_optimizer_states_with_dummy_values()
         return original(self)
@@ -88,9 +88,10 @@ def _with_filled_state(original: Callable) -> Callable:
 def _with_own_step(original: Callable) -> Callable:
     @functools.wraps(original)
     def _set_main_param_and_optimizer_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
-        """Give the parameter a step counter of its own. Upstream has just given all parameters the same tensor, in
-        which each step of torch's Adam would count once for every parameter. Not every checkpoint format has the step a
-        second time. Float32 parameters are leaves of the graph, so they are set without gradients."""
+        """Give the parameter a step counter of its own. Upstream has just given all parameters the same tensor, so
+        torch's Adam would increment it once for every parameter in each step. Upstream also reads
+        `step` from `tensors`, where not every checkpoint format has it; None makes upstream skip it. Float32 parameters
+        are leaves of the graph, so they are set without gradients."""
         group, order = self.model_param_group_index_map[model_param]
         state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
         if "step" in state:
@@ -104,7 +105,7 @@ def _with_own_step(original: Callable) -> Callable:
 def _in_any_precision(original: Callable) -> Callable:
     @functools.wraps(original)
     def __post_init__(self: Any) -> None:
-        """Check a config of float32 or float64 as one of bfloat16, for which it sets nothing."""
+        """Run upstream's checks as for bfloat16; these set nothing that depends on the precision."""
         self.bf16 = True
         original(self)
         self.bf16 = False

@@ -1,10 +1,10 @@
 """Release of ranks: the last stages of a pipeline leave the job, and the other ranks continue.
 
 Ranks are numbered stage after stage, so the ranks that stay keep their numbers, and whole nodes become free. torch
-cannot remove ranks from its default group, but the group can be replaced: by a new one of the ranks that stay, in which
-Megatron-LM makes its groups. Groups within a stage lose no rank, so that it gets those that it had, with their
-communicators. Modules that refer to a group across stages get its successor, which is connected at once, while no
-gradients take the memory.
+cannot remove ranks from its default process group, so the group is replaced by a new one of the ranks that stay, and
+Megatron-LM creates its process groups within that. Process groups within a stage lose no rank: Megatron-LM gets the
+existing ones with their communicators. Process groups across stages are replaced by new ones in all modules that refer
+to them. New groups are connected at once, while no gradients take up memory.
 
 A rank leaves once all others have received its tensors, with exit code 0, so that no launcher reports a failure. Under
 SLURM the first rank then returns its nodes.
@@ -34,8 +34,8 @@ from megatron.balanced.shared.callbacks import StepCallback
 
 __all__ = ["Departure", "Released", "TensorBoardOfTheLast"]
 
-# A rank's last message comes before its interpreter has shut down. SLURM counts a node that it takes away from a living
-# process as a failure of the job.
+# A rank sends its last message before its interpreter has shut down. If SLURM takes a node from a living process, it
+# counts the job as failed.
 _GRACE_SECONDS = 10.0
 
 _Key = tuple[str, tuple[int, ...]]  # what a process group is for, and its ranks
@@ -46,9 +46,10 @@ class Released(SystemExit):
 
 
 class Departure:
-    """One release, from the first new group to the exit. All ranks of the job construct it together.
+    """One release, from the first new process group to the exit. All ranks of the job construct it together.
 
-    On ranks that stay, the groups of torch and Megatron then contain only these; ranks that leave are unchanged.
+    On ranks that stay, the process groups of torch and Megatron then contain only ranks that stay. Those of ranks that
+    leave are unchanged.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Departure:
         self._store = dist.PrefixStore(f"release/{args.world_size}", dist.distributed_c10d._get_default_store().clone())
         self._shared = _groups_of_both(release)
         here = _groups_of_megatron()
-        # How many groups of each kind and ranks there are on any rank: all ranks must make the same groups.
+        # For each purpose and set of ranks, the most groups on any rank: all ranks must create the same groups.
         known = Counter[_Key]()
         for counts in gather({key: len(process_groups) for key, process_groups in here.items()}):
             known |= Counter(counts)
@@ -77,8 +78,8 @@ class Departure:
                 _regroup(args, release, list(chunks))
 
     def finish(self) -> None:
-        """Called when this rank has sent and received everything. Destroys the groups of ranks that stay and ranks that
-        leave, whoever made them.
+        """Destroy all process groups that contain both ranks that stay and ranks that leave, whoever made them. Called
+        when this rank has sent and received everything.
 
         Raises Released on ranks that leave, once no other rank needs them.
         """
@@ -96,10 +97,10 @@ class Departure:
 
 
 def _groups_of_both(release: Release) -> list[dist.ProcessGroup]:
-    """The groups on this rank that have ranks that leave and ranks that stay, the newest first.
+    """The process groups of this rank that contain both ranks that leave and ranks that stay, the newest first.
 
-    NCCL waits for the other ranks of a node when it destroys a communicator, so all ranks must destroy groups in one
-    order. All of them made the groups in one order, which their names count.
+    NCCL waits for the other ranks of a node when it destroys a communicator, so all ranks must destroy groups in the
+    same order. Names of groups are numbers in the order of creation, the same on all ranks.
     """
     names = dist.distributed_c10d._world.pg_names
     found = []
@@ -113,8 +114,8 @@ def _groups_of_both(release: Release) -> list[dist.ProcessGroup]:
 
 
 def _groups_of_megatron() -> dict[_Key, list[dist.ProcessGroup]]:
-    """Megatron-LM's groups of this rank, in the order in which they were made, but for those of hosts, which it
-    destroys before it makes new ones."""
+    """Megatron-LM's process groups of this rank in the order of creation, without those over gloo: Megatron-LM destroys
+    these before it creates new ones."""
     found: dict[_Key, list[dist.ProcessGroup]] = {}
     names = dist.distributed_c10d._world.pg_names
     for process_group in sorted(names, key=lambda made: int(names[made])):
@@ -127,10 +128,11 @@ def _groups_of_megatron() -> dict[_Key, list[dist.ProcessGroup]]:
 
 @contextlib.contextmanager
 def _groups_kept(here: dict[_Key, list[dist.ProcessGroup]], known: Counter[_Key]) -> Iterator[None]:
-    """A context in which Megatron-LM gets the groups that there are instead of new ones of the same ranks, and in which
-    new ones are connected.
+    """A context in which Megatron-LM gets an existing process group instead of a new one of the same purpose and ranks.
+    New ones are connected.
 
-    here: those of this rank, by what they are for and their ranks. known: their number on any rank.
+    here: the existing groups of this rank, by purpose and ranks.
+    known: the number of existing groups, by purpose and ranks, at most on any rank.
     """
     make = parallel_state.create_group
 
@@ -190,7 +192,7 @@ def _regroup(args: argparse.Namespace, release: Release, chunks: list[torch.nn.M
 
 
 class TensorBoardOfTheLast(StepCallback):
-    """Continues Megatron's TensorBoard log, which the last rank writes, on the rank that is the last afterwards."""
+    """Continues Megatron's TensorBoard log on the rank that is the last after a release: the last rank writes it."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args

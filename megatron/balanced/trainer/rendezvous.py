@@ -1,12 +1,12 @@
 """The ranks of a job as the launcher's environment describes them, and the key-value store in which they meet.
 
-The store is torchrun's where there is one; otherwise that of rank 0, in which the process groups will meet later.
-Megatron-LM opens it after minutes of work. Here it is opened first, so that ranks can compare what they will do
-(`agreement`) and agree on one report when a job fails (`watchdog`).
+The store is torchrun's if there is one, otherwise that of rank 0, which process groups use later. Megatron-LM opens it
+after minutes of work. Here it is opened first, so that ranks can compare their flags and code (`agreement`) and agree
+on one report when a job fails (`watchdog`).
 
-torchrun keeps its store when it starts the ranks again (`--max-restarts`), with all that the dead ranks wrote. A rank
-that reads the address of a dead one waits for it until a timeout. So each start of the job has a name, and all keys
-begin with it, also those of process groups.
+torchrun keeps its store when it restarts the ranks (`--max-restarts`), with all that the dead ranks wrote. A rank that
+reads the address of a dead rank waits for it until a timeout. So each start of the job has a name, and all keys begin
+with that name, also those of process groups.
 """
 
 import os
@@ -34,7 +34,7 @@ _START_SECONDS = 600.0  # for rank 0 to start; torch waits as long
 _CONNECT_SECONDS = 60.0
 _STORE_SECONDS = 10.0  # for one answer of the store
 
-_hosted: list[dist.Store] = []  # a store that this process holds lives as long as the process
+_hosted: list[dist.Store] = []  # keeps a store of this process alive as long as the process
 _joined: list[dist.Store] = []  # the connection of `join_job`
 _start: list[str] = []  # the name of this start of the job
 _asking = threading.Lock()
@@ -49,16 +49,16 @@ def world_size() -> int:
 
 
 def _read(name: str, default: int) -> int:
-    """A number of the environment. One that is none counts as missing; `join_job` refuses it."""
+    """An integer from the environment; `default` if it is missing or not an integer, which `join_job` refuses."""
     text = os.environ.get(name, "")
     return int(text) if text.isascii() and text.isdigit() else default
 
 
 def join_job(*, alone: bool = False) -> None:
-    """Check the launcher's environment, set that of a single rank where there is none, and open the job's store.
+    """Check the launcher's environment, set that of a single rank if there is none, and open the job's store.
 
     alone: for a dry run of one process, whose other ranks are assumed; there is no store then.
-    Raises ValueError for variables that are missing, that are no numbers or contradict each other, and for a store that
+    Raises ValueError for variables that are missing, not integers, or contradict each other, and for a store that
     cannot be opened.
     """
     needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -111,7 +111,7 @@ def _is_launchers() -> bool:
 
 
 def has_store() -> bool:
-    """Whether the job has a store that can be asked: from `join_job` on, or a launcher's."""
+    """Whether the job has a store that can be opened: a launcher's, or any after `join_job`."""
     return world_size() > 1 and (_is_launchers() or bool(_joined))
 
 
@@ -124,7 +124,7 @@ def open_store(name: str, *, anew: bool = False) -> dist.Store:
     """The job's store. Raises dist.DistError if it does not answer.
 
     name: a prefix of all keys.
-    anew: over a new connection, since a thread that waits for an answer blocks others on the same one.
+    anew: open a new connection, since a thread that waits for an answer blocks others on the same connection.
     """
     store = _connect(_CONNECT_SECONDS) if anew or not _joined else _joined[0]
     store.set_timeout(timedelta(seconds=_STORE_SECONDS))
@@ -132,7 +132,7 @@ def open_store(name: str, *, anew: bool = False) -> dist.Store:
 
 
 def store_of_process_groups(timeout: timedelta) -> dist.Store | None:
-    """The store in which process groups meet; None for the one that torch opens, which no other start has used."""
+    """The store for process groups; None for the one that torch opens, which no other start has used."""
     if world_size() == 1 or not _is_launchers():
         return None
     store = _connect(_START_SECONDS)
@@ -141,10 +141,10 @@ def store_of_process_groups(timeout: timedelta) -> dist.Store | None:
 
 
 def _name_of_start(store: dist.Store) -> str:
-    """The name of this start of the job. All its ranks have it, and no rank of an earlier start had.
+    """The name of this start of the job. All its ranks have the same name, and no earlier start had it.
 
-    Rank 0 makes it and tells it to each rank that asks. A rank asks by a word of its own, so that only a rank 0 that
-    lives can answer. torchrun's count of restarts is no such name: each node has a count of its own.
+    Rank 0 creates it and sends it to each rank that asks. A rank asks with a unique key, so that only a living rank 0
+    can answer. torchrun's count of restarts cannot be the name: each node has a count of its own.
 
     Raises dist.DistError if rank 0 does not answer.
     """
@@ -186,12 +186,12 @@ def hosts_store() -> bool:
 
 
 def keeper_of_store() -> str:
-    """Whose process has the store, for a reader."""
+    """The process that has the store, in words."""
     return "torchrun on the first node" if _is_launchers() else "rank 0"
 
 
 def wait_for(store: dist.Store, keys: Sequence[str], seconds: float, look: Callable[[], object] = lambda: None) -> bool:
-    """Wait until all keys are set, for a bounded time. Returns whether they are. torch's own wait warns at a timeout.
+    """Wait until all keys are set, at most `seconds`. Returns whether they are. torch's own wait warns at a timeout.
 
     look: called about once a second.
     """

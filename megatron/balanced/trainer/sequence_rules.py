@@ -1,6 +1,7 @@
-"""What the flags of a run allow balanced sequences to do: which rows may differ in number, which losses tell samples.
+"""What the flags of a run allow sequence balancing to do: whether micro-batches may differ in size, and whether losses
+must tell samples apart.
 
-The flags that are incompatible with balanced sequences are the trainer's to refuse.
+Flags that are incompatible with it are refused by `megatron.balanced.trainer.checks.sequences`.
 """
 
 import argparse
@@ -19,7 +20,7 @@ __all__ = [
 
 
 def why_whole(args: argparse.Namespace) -> str | None:
-    """Why documents that were drawn for one micro-batch must run in one micro-batch; None where they need not."""
+    """Why documents that were drawn for one micro-batch must run in one micro-batch; None if they need not."""
     flags = {name: f"--{name}-format {getattr(args, name, None)}" for name in ("fp8", "fp4")}
     for name in ("tp_comm_overlap", "fp8", "fp4", "overlap_moe_expert_parallel_comm"):
         if getattr(args, name, None):
@@ -44,9 +45,9 @@ def why_whole(args: argparse.Namespace) -> str | None:
 
 
 def why_of_one_size(args: argparse.Namespace) -> str | None:
-    """Why every micro-batch must have the same number of rows on each rank; None where it need not.
+    """Why every micro-batch must have the same number of rows on each rank; None if it need not.
 
-    Where it must, the padding of a data loader stays in linear layers, and routers see it; attention does not.
+    If it must, linear layers and routers process the padding of the data loader; attention does not.
     """
     if args.pipeline_model_parallel_size > 1:
         return "messages between pipeline stages have one size"
@@ -75,8 +76,8 @@ def packs_samples_of_losses(args: argparse.Namespace) -> bool:
 
 
 def routes_by_sample(args: argparse.Namespace, sequences: SequenceConfig) -> bool:
-    """Whether routers have a loss that must tell samples or micro-batches of Megatron-LM apart. args: Megatron-LM's;
-    sequences: the settings in force."""
+    """Whether routers have a loss that must tell Megatron-LM's samples or micro-batches apart. sequences: the settings
+    in force."""
     mixed = sequences.domain == "data" or (args.micro_batch_size or 1) > 1
     return sequences.enabled and mixed and bool({"aux_loss", "seq_aux_loss"} & {*balancing_losses(args)})
 
@@ -87,7 +88,10 @@ def mamba_heads(args: argparse.Namespace) -> int:
 
 
 def why_not_shared(heads: int, groups: int, ranks: int) -> str | None:
-    """Why `ranks` cannot share a Mamba layer's heads in `groups`, of one tensor-parallel rank; None if they can."""
+    """Why `ranks` ranks cannot share the `heads` of a Mamba layer, in `groups` groups; None if they can.
+
+    heads, groups: of one tensor-parallel rank.
+    """
     if heads % ranks:
         return f"{ranks} ranks cannot share {heads} heads"
     if max(groups, ranks) % min(groups, ranks):

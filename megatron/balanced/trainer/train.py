@@ -63,7 +63,7 @@ def train(
     """
     extension = extension or ModelExtension()
     of_model = extension.callbacks(args)
-    registered[:] = [*of_model, *callbacks]  # whether there are any decides what is patched
+    registered[:] = [*of_model, *callbacks]  # train_step is patched if there are any
     try:
         if config.balance_dry_run:
             lines = [*patches.rows(args, config), *plan_lines(args, config, extension.frozen_layers(args))]

@@ -1,8 +1,8 @@
-"""Checkpoints that cannot be loaded or written: which folder, which iteration, why, and what to do.
+"""Errors for checkpoints that cannot be loaded or written: the folder, the iteration, the cause and the way out.
 
-What the files themselves tell is checked before anything is built. Megatron-LM would leave with exit code 0 for a
-tracker that it cannot read, and start anew for a folder without one. Everything else fails inside of Megatron-LM or
-torch, on all ranks and some layers deep; `explain_checkpoint` finds the cause and says it in one line.
+`check_load` reads the small files of a checkpoint before anything is built. With a tracker that it cannot read,
+Megatron-LM would exit with code 0; without one it would train from iteration 0. Other errors come from deep inside
+Megatron-LM or torch, on all ranks; `explain_checkpoint` finds their cause and says it in one line.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def nothing_to_load(args: argparse.Namespace) -> str | None:
 
 
 def check_load(args: argparse.Namespace) -> None:
-    """Raise LocalError for a checkpoint that is named and cannot be loaded, as far as its small files tell."""
+    """Raise LocalError if the small files of the named checkpoint show that it cannot be loaded."""
     note = nothing_to_load(args)
     if note is not None and args.exit_on_missing_checkpoint:
         raise LocalError(f"{note.split(':')[0]}, and --exit-on-missing-checkpoint is given; name a folder that has one")
@@ -92,7 +92,7 @@ def _iterations(folder: Path) -> list[int]:
 
 
 def gave_up_loading(end: SystemExit) -> str | None:
-    """Text on a checkpoint for which Megatron-LM leaves with exit code 0; None if it left for another reason."""
+    """Text on a checkpoint that Megatron-LM could not load, so that it exited with code 0; None for other exits."""
     frames = traceback.extract_tb(end.__traceback__)
     if end.code or _action(frames) != "load" or not frames[-1].filename.endswith("checkpointing.py"):
         return None
@@ -117,7 +117,7 @@ def explain_checkpoint(error: BaseException) -> str | None:
 
 
 def full_folders(args: argparse.Namespace) -> list[str]:
-    """The flags of folders on a disk without space."""
+    """The flags, with values, of output folders on a full disk."""
     given = {name: getattr(args, name, None) for name in _OUTPUTS}
     return [
         f"--{name.replace('_', '-')} {folder}"
@@ -148,7 +148,7 @@ def _instead(folder: Path, iteration: str) -> str:
 
 
 def _way_out(cause: BaseException, folder: Path, iteration: str) -> str:
-    text = str(cause).split("not in state dict")[0]  # which is followed by what is
+    text = str(cause).split("not in state dict")[0]  # the rest lists what is in it
     if "parameter group" in text or "optimizer" in text or "entries in state dict" in text:
         return (
             "its optimizer state is of another layout or optimizer (with experts, Megatron-LM keeps that of "
@@ -177,7 +177,7 @@ def _cause(error: BaseException) -> BaseException:
 
 
 def _local(error: BaseException, name: str) -> Any:
-    """The value of a local variable of the functions that `error` passed through, the innermost one's."""
+    """The local variable `name` of the innermost function of checkpointing.py that `error` passed through, or None."""
     found = None
     frame = error.__traceback__
     while frame is not None:

@@ -1,8 +1,8 @@
-"""What stands in a tokenized corpus: lengths of documents in its index, and token ids.
+"""Checks of a tokenized corpus: document lengths in its index, and token ids.
 
-Of lengths below 0 Megatron-LM builds samples without end, and an id above the vocabulary fails in the embedding of some
-later step. A corpus of up to `_LOOKED_AT` documents and tokens is looked at whole, of a larger one as many in evenly
-spaced blocks: 4 MB of tokens and 12 MB of an index at most, on every rank.
+With a negative length Megatron-LM builds samples forever. A token id above the vocabulary fails in the embedding of
+some later step. Up to `_LOOKED_AT` documents and tokens are all checked; of a larger corpus, as many in evenly spaced
+blocks. Every rank reads at most 4 MB of tokens and 12 MB of the index.
 """
 
 import argparse
@@ -27,7 +27,7 @@ _BY_TOKEN = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 
 
 def _read(path: Path, kind: type, begin: int, count: int) -> Iterator[tuple[int, np.ndarray]]:
-    """Blocks of `count` numbers that begin at byte `begin` of a file, each with the place of its first number."""
+    """Blocks of the `count` numbers that begin at byte `begin` of a file: the index of the first number, the block."""
     starts = range(0, count, _BLOCK)
     if count > _LOOKED_AT:
         starts = np.linspace(0, count - _BLOCK, _BLOCKS).astype(np.int64).tolist()
@@ -37,11 +37,12 @@ def _read(path: Path, kind: type, begin: int, count: int) -> Iterator[tuple[int,
 
 
 def check_lengths(index: Path, lengths_at: int, sequences: int, token_bytes: int, corpus_bytes: int) -> None:
-    """Raise LocalError for a sequence whose length is below 0, or that is not all in the corpus.
+    """Raise LocalError for a sequence with a negative length, or one that is not completely in the corpus.
 
     index: the .idx file.
-    lengths_at: the byte at which lengths begin, int32 [sequence]; where sequences begin follows, int64 [sequence].
-    token_bytes, corpus_bytes: of a token, and of the .bin file.
+    lengths_at: offset in bytes of the lengths, int32 [sequence]. The offsets of sequences follow, int64 [sequence].
+    token_bytes: the size of a token.
+    corpus_bytes: the size of the .bin file.
     """
     lengths = _read(index, np.int32, lengths_at, sequences)
     begins = _read(index, np.int64, lengths_at + 4 * sequences, sequences)
@@ -57,9 +58,9 @@ def check_lengths(index: Path, lengths_at: int, sequences: int, token_bytes: int
 
 
 def check_tokens(args: argparse.Namespace) -> list[str]:
-    """Notes on corpora without ends of documents, where a flag looks for these.
+    """Return notes on corpora without end-of-document tokens, if a flag looks for these.
 
-    Called when the tokenizer is there. Raises LocalError for a token id that the model's vocabulary does not have.
+    Called once the tokenizer exists. Raises LocalError for a token id outside the model's vocabulary.
     """
     from megatron.core.datasets.indexed_dataset import DType
     from megatron.training.global_vars import get_tokenizer

@@ -1,7 +1,7 @@
-"""The private parts of Transformer Engine that balancers use, checked at start-up.
+"""The private attributes of Transformer Engine that balancers use, checked at start-up.
 
-Replicas of its grouped experts and layers that move in 8 bits read and set attributes that no interface promises. With
-a version that lacks one, the first replica or the first move would fail hours into a run.
+Replicas of grouped experts and moves of 8-bit layers read and set attributes outside its public interface. With a
+version that lacks one, the first replica or the first move would fail hours into a run.
 """
 
 import argparse
@@ -20,10 +20,10 @@ Condition = Callable[[argparse.Namespace, BalanceConfig], bool]
 
 @dataclass(frozen=True)
 class Part:
-    """Names that are used of one object of Transformer Engine.
+    """Names that balancers use of one object of Transformer Engine.
 
     target: "module:Class.attribute" below `transformer_engine.pytorch`.
-    names: attributes of an object; of a function, the attributes and keys that its code has to mention.
+    names: attributes of the object; of a function, the attributes and keys that its code has to mention.
     needed: whether a run uses them.
     who: what uses them, for the message.
     """
@@ -82,7 +82,7 @@ PARTS = (
 
 
 def check_engine(args: argparse.Namespace, config: BalanceConfig) -> None:
-    """Raise ValueError, in one line, where the installed Transformer Engine lacks what this run uses of it."""
+    """Raise ValueError, in one line, if the installed Transformer Engine lacks an attribute that this run uses."""
     if args.transformer_impl != "transformer_engine":
         return
     for part in PARTS:

@@ -17,7 +17,7 @@ from megatron.balanced.trainer.dry_run import assumes_gpus
 
 __all__ = ["captures_experts", "check_experts", "leave_out_preprocessing", "with_captured_iterations"]
 
-_INTERVAL = 100  # iterations between placements, where the given interval leaves no iteration to the graph
+_INTERVAL = 100  # iterations between placements, if the given interval is too short for the graph to be replayed
 
 _WHY_NO_GRAPH = "a graph would repeat where the tokens of the captured micro-batch went"
 _USE_GRAPHS_OF = "use --cuda-graph-modules attn moe_router"
@@ -57,7 +57,7 @@ def check_experts(args: argparse.Namespace, experts: ExpertConfig) -> tuple[Expe
 
 
 def _slots(args: argparse.Namespace, experts: ExpertConfig) -> tuple[ExpertConfig, list[str]]:
-    """The settings with no more replica slots than there are experts on other ranks, and notes for the user."""
+    """The settings, with replica slots limited to the number of experts on other ranks, and notes for the user."""
     most = args.num_experts - args.num_experts // args.expert_model_parallel_size
     if experts.replica_slots <= most:
         return experts, []
@@ -75,7 +75,7 @@ def _slots(args: argparse.Namespace, experts: ExpertConfig) -> tuple[ExpertConfi
 
 
 def _offloading_in_graphs(args: argparse.Namespace) -> list[tuple[str, str, str]]:
-    """Offloading of activations beside CUDA graphs."""
+    """Activation offloading, if it is used with CUDA graphs: flag, reason, way out."""
     if not getattr(args, "fine_grained_activation_offloading", False) or args.cuda_graph_impl == "none":
         return []
     why = "replicas were never tried with it in CUDA graphs"
@@ -149,7 +149,7 @@ def _nothing_to_balance(args: argparse.Namespace) -> str | None:
 
 
 def _of_flex(args: argparse.Namespace) -> list[tuple[str, str, str]]:
-    """What of the flex dispatcher replicas cannot have: flag, why, and the way out."""
+    """Settings of the flex dispatcher that replicas do not support: flag, reason, way out."""
     if args.moe_token_dispatcher_type != "flex":
         return []
     if args.moe_flex_dispatcher_backend == "ncclep" and args.mtp_num_layers and args.mtp_use_repeated_layer:
@@ -159,7 +159,7 @@ def _of_flex(args: argparse.Namespace) -> list[tuple[str, str, str]]:
 
 
 def _of_quantization(args: argparse.Namespace) -> list[tuple[str, str, str]]:
-    """What of quantization replicas cannot have: flag, why, and the way out."""
+    """Settings of quantization that replicas do not support: flag, reason, way out."""
     if not getattr(args, "fp8", None):
         return []
     found = []
@@ -190,7 +190,7 @@ def _named(modules: list[Any]) -> list[str]:
 
 
 def captures_experts(args: argparse.Namespace) -> list[tuple[str, str, str]]:
-    """Flags by which a graph would hold experts, each as the user gave it, with why not and the way out."""
+    """Flags that would put experts into a CUDA graph: the flag as the user gave it, reason, way out."""
     _, modules = _modules(args)
     names = _named(modules)
     found = [name for name in names if name.startswith("full") or name == "moe"]
@@ -203,7 +203,7 @@ def captures_experts(args: argparse.Namespace) -> list[tuple[str, str, str]]:
 
 
 def leave_out_preprocessing(args: argparse.Namespace) -> list[str]:
-    """Take `moe_preprocess` out of the modules that graphs hold. Returns a note for the user if it was one of them."""
+    """Remove `moe_preprocess` from the modules to capture. Returns a note for the user if it was one of them."""
     argument, modules = _modules(args)
     names = _named(modules)
     if "moe_preprocess" not in names:
@@ -213,9 +213,9 @@ def leave_out_preprocessing(args: argparse.Namespace) -> list[str]:
 
 
 def with_captured_iterations(args: argparse.Namespace, config: ExpertConfig) -> tuple[ExpertConfig, list[str]]:
-    """The settings with graphs of whole iterations, and notes for the user.
+    """The settings for CUDA graphs of whole iterations, and notes for the user.
 
-    Raises ValueError where the host decides about experts in a forward pass, or when to place replicas.
+    Raises ValueError if the host decides on experts during a forward pass, or when to place replicas.
     """
     flag = f"--cuda-graph-impl {args.cuda_graph_impl}"
     budget, fuser = args.moe_expert_rank_capacity_factor, args.use_transformer_engine_op_fuser
@@ -239,7 +239,7 @@ def with_captured_iterations(args: argparse.Namespace, config: ExpertConfig) -> 
             "experts.planner prophet; use --cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router"
         )
     notes = []
-    without = 1 + args.cuda_graph_warmup_steps  # that which captures runs once more
+    without = 1 + args.cuda_graph_warmup_steps  # 1: the iteration that captures
     if config.plan_interval <= without:
         config = dataclasses.replace(config, plan_interval=max(_INTERVAL, 10 * without))
     notes.append(

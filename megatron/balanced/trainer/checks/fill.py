@@ -16,16 +16,16 @@ from megatron.balanced.trainer.config import BalanceConfig
 __all__ = ["check_fill", "deferred_share"]
 
 _FLAG = "--fill-with-weight-gradients"
-_WORTH = 0.03  # of a step, from which `--balance all` has it
-_MOST = 16  # groups of micro-batches that are simulated; with more, fill and drain are less of a step than that
+_WORTH = 0.03  # gain, as a share of a step, from which `--balance all` switches it on
+_MOST = 16  # groups of micro-batches to simulate; with more, warm-up and cool-down are a smaller share of a step
 
 
 def check_fill(args: argparse.Namespace, config: BalanceConfig) -> tuple[BalanceConfig, list[str]]:
     """Return the config with --fill-with-weight-gradients as it is in force, and notes for the user, one line each.
 
-    `--balance all` switches it on where it works with the other flags and a simulated step of equal layers gets shorter
-    by at least 3 %. Raises ValueError for flags that it was asked to work with and cannot. Called after Megatron has
-    validated `args`, and sets `args.delay_wgrad_compute` where Transformer Engine is to delay weight gradients.
+    `--balance all` switches it on if it works with the other flags and a simulated step of equal layers gets at least
+    3 % shorter. Raises ValueError if the user gave it with a flag that is incompatible. Called after Megatron has
+    validated `args`, and sets `args.delay_wgrad_compute` if Transformer Engine is to delay weight gradients.
     """
     notes = []
     if not config.fill_with_weight_gradients:
@@ -67,7 +67,7 @@ def _idle(args: argparse.Namespace) -> str | None:
 
 
 def _check(args: argparse.Namespace, config: BalanceConfig) -> None:
-    """Raise ValueError for flags that it cannot work with."""
+    """Raise ValueError for flags that are incompatible with --fill-with-weight-gradients."""
     check_compatible(args, FILL, _FLAG)
     if args.gradient_accumulation_fusion and args.transformer_impl == "local":
         raise ValueError(
@@ -81,7 +81,7 @@ def _check(args: argparse.Namespace, config: BalanceConfig) -> None:
 
 
 def _gain(args: argparse.Namespace) -> float:
-    """The part of a step of equal layers that it saves, simulated with at most 16 micro-batches a stage."""
+    """The share of a step of equal layers that filling saves, simulated with at most 16 micro-batches a stage."""
     stages, chunks = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size or 1
     share = deferred_share(args)
     plain = Schedule(group=args.microbatch_group_size_per_vp_stage if chunks > 1 else None)

@@ -27,7 +27,7 @@ _DEFAULT_SPLIT = "969, 30, 1"  # Megatron's
 
 
 def check_layout(args: argparse.Namespace) -> None:
-    """Raise ValueError for a layout with which Megatron-LM trains wrongly, or of which it says something else. Called
+    """Raise ValueError for a layout with which Megatron-LM trains wrongly or fails with a misleading message. Called
     before it validates `args`."""
     instances, stages = args.num_distributed_optimizer_instances, args.pipeline_model_parallel_size
     if instances > 1 and args.overlap_grad_reduce and stages > 1 and args.align_grad_reduce:
@@ -64,8 +64,8 @@ def _check_writable(what: str, folder: str) -> None:
 
 
 def check_saves(args: argparse.Namespace) -> None:
-    """Raise ValueError where something is to be saved every so many iterations, and there is no folder, and for a
-    checkpoint that Megatron-LM fails to write after the first iterations."""
+    """Raise ValueError for an interval of saving without --save, and for a model whose checkpoint Megatron-LM fails to
+    write."""
     last = str(args.pipeline_model_parallel_layout or "m").split("|")[-1]
     is_tied = args.mtp_num_layers and not args.untie_embeddings_and_output_weights
     if args.save and args.ckpt_format != "torch" and is_tied and args.pipeline_model_parallel_size > 1 and "m" in last:
@@ -106,7 +106,7 @@ def check_data(args: argparse.Namespace) -> None:
     shares = _check_split(args, args.split or _DEFAULT_SPLIT) if blend else None
     for paths, _ in blends:
         for path in paths:
-            if "://" in path:  # in an object store, which Megatron reads by itself
+            if "://" in path:  # an object store, which Megatron reads itself
                 continue
             if args.sft:
                 _check_file(Path(path), "one conversation a line, as JSON")
@@ -138,7 +138,7 @@ def _check_split(args: argparse.Namespace, split: str) -> list[tuple[float, floa
 
 
 def _check_shares(prefix: str, documents: int, shares: list[tuple[float, float] | None], split: str) -> None:
-    """Refuse a set that rounds to no documents, in which Megatron would look for samples forever."""
+    """Refuse a set that rounds to no documents: Megatron would look for samples in it forever."""
     for name, share in zip(("training", "validation", "test"), shares, strict=True):
         if share and round(share[0] * documents) == round(share[1] * documents):
             raise LocalError(
@@ -159,9 +159,9 @@ def _check_file(path: Path, content: str) -> int:
 
 
 def _check_indexed(prefix: str) -> int:
-    """Check that a pair of .bin and .idx is complete and belongs together, from the ends of the files alone.
+    """Check that a pair of .bin and .idx is complete and belongs together.
 
-    Returns the number of sequences, which Megatron splits as documents.
+    Returns the number of sequences, which `--split` divides as documents.
     """
     from megatron.core.datasets.indexed_dataset import DType
 

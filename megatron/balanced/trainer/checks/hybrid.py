@@ -35,7 +35,8 @@ _NOT_YET = {
 def check_hybrid(args: argparse.Namespace) -> None:
     """Raise ValueError for a hybrid model that cannot be trained as the flags say.
 
-    Called before Megatron validates `args`, and sets what it derives from the pattern, which other checks read.
+    Called before Megatron validates `args`. Sets the arguments that Megatron derives from the pattern, since other
+    checks read them.
     """
     for name in _OLD_NAMES:
         if (value := getattr(args, name)) is not None:
@@ -78,7 +79,7 @@ def check_hybrid(args: argparse.Namespace) -> None:
     ends = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
     if len(pattern.segments) > 1:
         check_compatible(args, HYBRID_SEGMENTS, f"--hybrid-layer-pattern {text}")
-    pattern.plan(args.pipeline_model_parallel_size, first=ends[0], last=ends[1])  # raises for what does not divide
+    pattern.plan(args.pipeline_model_parallel_size, first=ends[0], last=ends[1])  # raises if layers do not divide
 
 
 def _check_experts(args: argparse.Namespace, text: str, pattern: Pattern) -> None:
@@ -92,7 +93,7 @@ def _check_experts(args: argparse.Namespace, text: str, pattern: Pattern) -> Non
 
 
 def _check_mamba(args: argparse.Namespace, text: str) -> None:
-    """Sizes of Mamba layers, which Megatron-LM asserts while it builds the model, and its package."""
+    """Check that mamba_ssm is installed, and the sizes that Megatron-LM asserts only while it builds Mamba layers."""
     if not is_cpu() and not is_available("mamba_ssm"):
         raise ValueError(
             f"--hybrid-layer-pattern {text} has M (Mamba), whose kernels are in mamba_ssm, which is not installed; "

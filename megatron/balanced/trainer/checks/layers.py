@@ -85,7 +85,7 @@ def check_layers(args: argparse.Namespace, layers: LayerConfig) -> tuple[LayerCo
 
 
 def _check_release(args: argparse.Namespace, layers: LayerConfig) -> None:
-    """Raise ValueError where the flags ask for a release of ranks that is impossible, or of none."""
+    """Raise ValueError if the flags ask for a release of ranks that is impossible or never happens."""
     stages, chunks = args.pipeline_model_parallel_size, _chunks(args)
     if not layers.repacks:
         raise ValueError(
@@ -111,7 +111,7 @@ def _check_release(args: argparse.Namespace, layers: LayerConfig) -> None:
 
 
 def _offloading(args: argparse.Namespace) -> list[tuple[str, str, str]]:
-    """Offloading of activations where moves cannot go with it."""
+    """Activation offloading, if moves do not work with it: flag, reason, way out."""
     if not getattr(args, "fine_grained_activation_offloading", False) or args.cuda_graph_impl == "none":
         return []
     why = "a move starts it anew, and a CUDA graph holds its streams"

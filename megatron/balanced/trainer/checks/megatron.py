@@ -1,7 +1,7 @@
-"""Does the installed Megatron-LM have what we read of it? Names and parameters decide, not a version number.
+"""Does the installed Megatron-LM have the names and parameters that we use? They decide, not the version number.
 
-Looked up in its source, since an import comes after the choice of a device. What the patches of a run replace is
-checked again, with the whole signature, when they are installed (`megatron.balanced.trainer.patches`).
+Its source is parsed, since an import must come after the choice of a device. The targets of patches are checked again,
+with the whole signature, when patches are installed (`megatron.balanced.trainer.patches`).
 """
 
 import ast
@@ -43,7 +43,7 @@ PROBES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 
 def check_megatron() -> list[str]:
     """Return notes for the user. Raise ValueError, which names what is missing, unless the Megatron-LM that Python
-    would import has all that we read of it."""
+    would import has all names and parameters that we use."""
     found = find_megatron()
     wanted = f"pip install megatron-core=={MEGATRON_VERSIONS[-1]}"
     if found["version"] is None:
@@ -63,7 +63,7 @@ def check_megatron() -> list[str]:
 
 
 def _has(file: Path, name: str) -> set[str] | None:
-    """Parameters of a function or fields of a class; None where there is no such thing."""
+    """Parameters of a function or fields of a class; None if it does not exist."""
     nodes: list[ast.stmt] = _statements(file)
     node: ast.stmt | None = None
     for part in name.split("."):

@@ -26,7 +26,7 @@ def check_model(args: argparse.Namespace) -> None:
         _check_packed(args)
     graphs = args.cuda_graph_impl == "transformer_engine" or args.external_cuda_graph
     if graphs and args.transformer_impl == "local" and args.pipeline_model_parallel_size > 1:
-        # Stages without data have no mask, for which Megatron-LM replays attention with an empty one.
+        # Stages without data have no attention mask, and Megatron-LM would replay attention with an empty one.
         raise ValueError(
             "--cuda-graph-impl transformer_engine is incompatible with --transformer-impl local in a pipeline: "
             "attention would see the tokens to come; use --transformer-impl transformer_engine, or drop it"
@@ -34,7 +34,7 @@ def check_model(args: argparse.Namespace) -> None:
 
 
 def _check_late_failures(args: argparse.Namespace) -> None:
-    """What Megatron-LM 0.19.2 fails at while it builds the model or in the first step, with a traceback or silently."""
+    """Refuse flags at which Megatron-LM 0.19.2 fails late: while it builds the model, or in the first step."""
     ends = {
         name: getattr(args, name) or 0
         for name in ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
@@ -82,8 +82,8 @@ def _check_late_failures(args: argparse.Namespace) -> None:
 
 
 def _check_dense_layers(args: argparse.Namespace) -> None:
-    """With --swiglu Megatron-LM rounds the default width of dense layers down to a multiple of 64, which may be 0, and
-    halves the part of each tensor-parallel rank while it compiles, even where all layers have experts."""
+    """Refuse widths of dense layers that --swiglu cannot halve. Megatron-LM rounds the default width down to a multiple
+    of 64, which may be 0. It halves the part of each tensor-parallel rank even if all layers have experts."""
     tensor = args.tensor_model_parallel_size
     if args.swiglu and args.ffn_hidden_size is not None and args.ffn_hidden_size // tensor % 2:
         raise ValueError(
@@ -100,7 +100,7 @@ def _check_dense_layers(args: argparse.Namespace) -> None:
 
 
 def _check_packed(args: argparse.Namespace) -> None:
-    """What Megatron-LM cannot do with documents that are packed, and fails at late or does wrong."""
+    """Refuse flags with which Megatron-LM fails late on packed documents, or trains them wrongly."""
     packs = "--sft" if args.sft else "--dataloader-inter-document-masking"
     if args.mtp_num_layers and args.overlap_moe_expert_parallel_comm:
         raise ValueError(

@@ -1,7 +1,7 @@
-"""Ranges of Megatron-LM's numbers.
+"""Ranges of Megatron-LM's numeric flags.
 
-Outside of them version 0.19.2 divides by zero, indexes past an end or computes what is not a number, mostly in a step
-and on one rank only.
+Outside of them, version 0.19.2 divides by zero, indexes out of range or computes NaN, mostly during a step and on one
+rank only.
 """
 
 import argparse
@@ -38,7 +38,7 @@ _AT_LEAST_1 = (
 
 
 def check_ranges(args: argparse.Namespace) -> None:
-    """Raise ValueError for a number that Megatron-LM has no use for. Called before it validates `args`."""
+    """Raise ValueError for a number out of range. Called before Megatron-LM validates `args`."""
     for name in _AT_LEAST_1:
         value = getattr(args, name)
         if value is not None and value < 1:

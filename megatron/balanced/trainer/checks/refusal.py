@@ -1,7 +1,7 @@
-"""What Megatron-LM says of a command line that it does not take, in one line.
+"""Why Megatron-LM refuses a command line, in one line.
 
-Its messages are shown as they are, and of an assertion without one the source of its condition. Our own checks cover
-what Megatron-LM would hang on, fail at late, or train wrongly without a word.
+Its messages are shown unchanged. Of an assertion without a message, the source of its condition is shown. Our own
+checks cover flags with which Megatron-LM would hang, fail late, or silently train wrongly.
 """
 
 import errno
@@ -17,7 +17,7 @@ __all__ = ["explain", "is_refusal", "is_training"]
 
 _OURS = [Path(__file__).parents[2], Path(__file__).parents[4] / "balancing"]
 _LIBRARIES = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
-_MESSAGES = (ValueError, AssertionError, RuntimeError, ImportError, OSError)  # whose text a user may read alone
+_MESSAGES = (ValueError, AssertionError, RuntimeError, ImportError, OSError)  # their text is enough for a user
 
 
 def is_training() -> bool:
@@ -26,10 +26,11 @@ def is_training() -> bool:
 
 
 def _place_in_megatron(error: BaseException) -> traceback.FrameSummary | None:
-    """The place in Megatron-LM that `error` comes from; None where this package or another program calls what
-    fails.
+    """The place in Megatron-LM that `error` comes from; None if this package or another program called the code that
+    failed.
 
-    Once training has begun, only what is raised or asserted there: anything else is a fault of the run.
+    Once training has begun, only errors that Megatron-LM raises or asserts itself have a place: any other is a fault of
+    the run.
     """
     megatron = sys.modules.get("megatron.core")
     if megatron is None or megatron.__file__ is None:
@@ -47,19 +48,19 @@ def _place_in_megatron(error: BaseException) -> traceback.FrameSummary | None:
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether Megatron-LM does not take the command line, or a file cannot be read or written, checkpoints included."""
+    """Whether Megatron-LM refuses the command line, or a file (also of a checkpoint) cannot be read or written."""
     is_file = isinstance(error, OSError) and (error.filename is not None or error.errno == errno.ENOSPC)
     return is_file or explain_checkpoint(error) is not None or _place_in_megatron(error) is not None
 
 
 def _is_of_disk(error: BaseException) -> bool:
-    """Whether a file could not be written. NumPy's error has no number, and Megatron-LM has others follow from it."""
+    """Whether a file could not be written. NumPy's error has no errno, and Megatron-LM raises other errors from it."""
     cause = error if isinstance(error, OSError) else error.__cause__
     return isinstance(cause, OSError) and cause.errno in (None, errno.ENOSPC)
 
 
 def explain(error: BaseException) -> str:
-    """The message in one line. Where that alone says little, with the type of the error and its place."""
+    """The message in one line; with the type and place of the error if the message alone says little."""
     if (text := explain_checkpoint(error)) is not None:
         return text
     message = " ".join(str(error).split())

@@ -29,15 +29,15 @@ from megatron.balanced.trainer.sequence_rules import (
 
 __all__ = ["check_data_domain", "check_sequences"]
 
-_PREFETCHED = 2  # micro-batches that a worker of Megatron-LM's data loaders has ready, PyTorch's default
+_PREFETCHED = 2  # micro-batches that each worker of Megatron-LM's data loaders prefetches, PyTorch's default
 
 
 def check_sequences(args: argparse.Namespace, sequences: SequenceConfig) -> tuple[SequenceConfig, list[str]]:
     """Return the settings of sequence balancing in force, and notes for the user, one line each.
 
-    Called before Megatron validates `args`, and sets those that balancing needs. Balancing is switched off where there
-    is nothing to balance. The domain "auto" becomes the one that is used where only one is possible; otherwise
-    `auto_domain.settle_domain` decides later. Raises ValueError for flags that cannot work.
+    Called before Megatron validates `args`, and sets those that balancing needs. Balancing is switched off if there is
+    nothing to balance. If only one domain is possible, it replaces the domain "auto"; otherwise
+    `auto_domain.settle_domain` decides later. Raises ValueError for incompatible flags.
     """
     if not sequences.enabled:
         return sequences, []
@@ -108,7 +108,7 @@ def _data_parallel_size(args: argparse.Namespace) -> int:
 
 
 def _why_idle(args: argparse.Namespace, domain: str) -> str | None:
-    """Why no rank can have more work than another of its domain; None where one can."""
+    """Why no rank can have more work than another of its domain; None if one can."""
     if args.context_parallel_size > 1:
         return None
     if domain == "context":
@@ -124,7 +124,7 @@ def _why_idle(args: argparse.Namespace, domain: str) -> str | None:
 
 
 def _why_not_dealt(args: argparse.Namespace) -> str | None:
-    """Why no pipeline stage can wait for a micro-batch that costs more than another; None where one can."""
+    """Why no pipeline stage can wait for a micro-batch that costs more than another; None if one can."""
     if args.pipeline_model_parallel_size == 1:
         return "without a pipeline no stage waits for a micro-batch"
     if _micro_batches(args) < 2:
@@ -135,8 +135,10 @@ def _why_not_dealt(args: argparse.Namespace) -> str | None:
 
 
 def _check_dealt(args: argparse.Namespace) -> list[str]:
-    """Raise ValueError for flags that look at the order of micro-batches, or change the size of steps. Returns notes,
-    where whole micro-batches are dealt, not documents, and where reading documents makes steps wait."""
+    """Raise ValueError for flags that depend on the order of micro-batches or change the size of steps.
+
+    Returns notes if whole micro-batches are distributed, not documents, and if steps wait for the data loaders.
+    """
     found = _quantiles(args)
     if "global_aux_loss" in balancing_losses(args):
         why = "it counts the tokens of the micro-batches before, whose order changes"
@@ -166,8 +168,8 @@ def _micro_batches(args: argparse.Namespace) -> int:
 
 
 def check_data_domain(args: argparse.Namespace) -> None:
-    """Raise ValueError for flags that look at the tokens of one data-parallel rank, or give it samples in an order of
-    its own."""
+    """Raise ValueError for flags that depend on the tokens of one data-parallel rank, or on the order of its
+    samples."""
     given = "--balance-sequences with --sequence-domain data"
     data = _data_parallel_size(args)
     ranks = args.context_parallel_size * data // number_of_groups(data)
@@ -175,12 +177,12 @@ def check_data_domain(args: argparse.Namespace) -> None:
 
 
 def _states(args: argparse.Namespace, ranks: int) -> list[tuple[str, str, str]]:
-    """The pattern, if it has Mamba layers that `ranks` ranks cannot share by heads: flag, why, way out."""
+    """The pattern, if it has Mamba layers whose heads `ranks` ranks cannot share: flag, reason, way out."""
     if not args.hybrid_layer_pattern:
         return []
     layers = read_pattern(args.hybrid_layer_pattern).symbols.count("M")
     heads, groups = (number // args.tensor_model_parallel_size for number in (mamba_heads(args), args.mamba_num_groups))
-    why = why_not_shared(heads, groups, ranks) if layers else None  # of sizes that `check_hybrid` has seen
+    why = why_not_shared(heads, groups, ranks) if layers else None  # `check_hybrid` has checked these sizes
     if why is None:
         return []
     flag = f"--hybrid-layer-pattern {args.hybrid_layer_pattern}"
@@ -189,7 +191,7 @@ def _states(args: argparse.Namespace, ranks: int) -> list[tuple[str, str, str]]:
 
 
 def _quantiles(args: argparse.Namespace) -> list[tuple[str, str, str]]:
-    """The flag of routers that look at the tokens of a rank: flag, why, way out."""
+    """The flag of routers that take quantiles over the tokens of a rank: flag, reason, way out."""
     if not args.num_experts or "quantile_balancing" not in args.moe_router_load_balancing_type:  # a name, or a list
         return []
     why = "it takes quantiles over the tokens of a rank"
@@ -197,7 +199,7 @@ def _quantiles(args: argparse.Namespace) -> list[tuple[str, str, str]]:
 
 
 def _routers_that_see_padding(args: argparse.Namespace) -> list[tuple[str, str, str]]:
-    """Flags of routers that count the padding of conversations: flag, why, way out."""
+    """Flags of routers that count the padding of conversations: flag, reason, way out."""
     if not args.num_experts or not args.sft:
         return []
     given = {
@@ -211,7 +213,7 @@ def _routers_that_see_padding(args: argparse.Namespace) -> list[tuple[str, str, 
 
 def _check_sizes(args: argparse.Namespace, sequences: SequenceConfig) -> None:
     if not args.seq_length or not args.micro_batch_size:
-        return  # which Megatron refuses
+        return  # Megatron-LM refuses that
     ranks, tokens = args.context_parallel_size, args.seq_length * args.micro_batch_size
     parts = ranks * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
     if args.seq_length % parts:

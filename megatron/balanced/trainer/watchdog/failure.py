@@ -1,9 +1,9 @@
-"""One report per failed job, last on the screen: the error, and the ranks that had it or that are silent.
+"""One report per failed job, last on the screen: the error, and the ranks that had it or that do not answer.
 
-A rank that fails posts its error to the job's store. The first one waits for the others for a bounded time and writes
-the report: one line for bad input, a traceback for anything else, each kind of error once, with its ranks. Errors of
-collectives follow from the end of another rank; they are told only if no rank has an error of its own, with the ranks
-that do not answer. Before it exits, each rank gives the report to torchrun, whose table then ends with it.
+A rank that fails posts its error to the job's store. The first such rank waits for the others for a bounded time and
+prints the report: one line for bad input, a traceback for anything else, each kind of error once, with its ranks.
+Errors of collectives follow from the end of another rank. They are reported only if no rank has another error, with the
+ranks that do not answer. Before it exits, each rank gives the report to torchrun, whose table then ends with it.
 """
 
 import contextlib
@@ -39,12 +39,12 @@ from megatron.balanced.trainer.watchdog.stall import Watch, ask_all, name_ranks
 
 __all__ = ["OthersFailed", "failed_elsewhere", "report_failures_once", "stop"]
 
-_PATIENCE_SECONDS = 10.0  # for other ranks to fail, too
+_PATIENCE_SECONDS = 10.0  # for other ranks to fail as well
 _START_SECONDS = 30.0  # the same at the start, which ranks may reach at different times
 _MOST_SECONDS = 60.0  # for the whole report, even if the store hangs
-_LINGER_SECONDS = 5.0  # that the rank with the store stays, so that others can read it
+_LINGER_SECONDS = 5.0  # a rank waits so long at most for the others to read the report
 _program = ["pretrain_gpt.py"]  # its name in reports
-# What gloo, NCCL and the store say when another rank has ended or does not come.
+# Errors of gloo, NCCL and the store when another rank has ended or does not connect.
 _OF_OTHERS = re.compile(r"gloo|NCCL|Connection (closed|reset)|Broken pipe|Timed out|timeout", re.IGNORECASE)
 
 
@@ -59,7 +59,7 @@ class _Failure:
     text: one line, or the traceback.
     code: the exit code; 2 if `text` is a line on bad input.
     follows: whether it follows from the end of another rank.
-    ranks: that had it.
+    ranks: the ranks that had it.
     """
 
     text: str
@@ -97,7 +97,7 @@ def failed_elsewhere() -> bool:
 
 
 def _publish(failure: _Failure) -> int:
-    """Agree with the other ranks on the report; print it if this rank is to. Returns the exit code."""
+    """Agree with the other ranks on the report; the first rank that fails prints it. Returns the exit code."""
     store = open_store("failure", anew=True)
     store.set(f"said/{failure.kind}", json.dumps(asdict(failure)))
     store.append("failed", f"{rank()} {failure.kind}\n")
@@ -120,7 +120,7 @@ def _publish(failure: _Failure) -> int:
 
 
 def _collect(store: dist.Store, failure: _Failure) -> _Failure:
-    """Wait for the other ranks, for a bounded time. Returns the report of all that failed."""
+    """Wait for the other ranks, for a bounded time. Returns the report on all ranks that failed."""
     deadline = time.monotonic() + (_PATIENCE_SECONDS if is_training() else _START_SECONDS)
     silent: set[int] = set()
     if failure.follows:
@@ -147,8 +147,8 @@ def _collect(store: dist.Store, failure: _Failure) -> _Failure:
 
 
 def _within(seconds: float, function: Callable[[], int]) -> int | None:
-    """The result of `function`, or None if the store fails or it takes longer than `seconds`: the host of the store may
-    be frozen, which no timeout of a socket detects."""
+    """The result of `function`; None if the store fails or `function` takes longer than `seconds`: no timeout of a
+    socket detects that the host of the store is frozen."""
     result: list[int] = []
 
     def run() -> None:
@@ -173,7 +173,7 @@ def _give_to_torchrun(report: _Failure) -> None:
 def _report(failure: _Failure) -> int:
     """Report `failure` once for all ranks. Returns the exit code."""
     code = _within(_MOST_SECONDS, lambda: _publish(failure)) if has_store() else None
-    if code is None:  # each rank speaks for itself
+    if code is None:  # each rank prints a report of its own
         if failure.code == 2:
             told = f"{_program[0]}: error: {failure.text}"
         elif failure.follows and has_store():
@@ -202,7 +202,7 @@ def stop(error: Exception) -> NoReturn:
 def report_failures_once(program: str = "pretrain_gpt.py") -> Iterator[None]:
     """Run a job in this context. An exception is reported once, with the ranks that had it, and ends the process.
 
-    program: its name in the report.
+    program: the program's name in the report.
 
     A rank that leaves with SystemExit does not count as silent.
     """

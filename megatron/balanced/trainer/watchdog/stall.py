@@ -1,12 +1,12 @@
-"""Report of a stalled job: the ranks, grouped by what they do, in one line.
+"""Report of a stalled job: the ranks, grouped by the code that they are in, in one line.
 
-A stalled job is silent until the timeout of a process group ends it, ten minutes later. Therefore a thread of every
-rank looks at the iteration of Megatron-LM every second. If it has not changed for too long, the thread asks all ranks
-through the job's store where their main thread is and which collective they wait in, which torch's flight recorder
-knows (point-to-point messages it records with NCCL only). The rank that is the cause is the one that does something
-else. The job is not interrupted, since it may only be slow.
+A stalled job prints nothing until the timeout of a process group ends it, ten minutes later. Therefore a thread of
+every rank looks at Megatron-LM's iteration every second. If the iteration has not changed for too long, the thread asks
+all ranks through the job's store for two facts: the line that the main thread is at, and the collective that it waits
+in. The collective comes from torch's flight recorder, which records point-to-point messages with NCCL only. The rank
+that differs from the others is usually the cause. The job is not interrupted, since it may only be slow.
 
-A rank that does not answer has died or is stopped: the report of a failure (`failure`) asks the same way.
+A rank that does not answer has died or is stopped. The report of a failure (`failure`) asks the same way.
 """
 
 import os
@@ -39,7 +39,7 @@ _BETWEEN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2] / "c
 
 
 def ask_all() -> dict[int, str]:
-    """What each rank does, by rank; only of those that answer in a few seconds."""
+    """Rank -> where its main thread is, for the ranks that answer in a few seconds."""
     store = open_store("stall", anew=True)
     number = store.add("asked", 1)
     keys = {each: f"{number}/{each}" for each in range(world_size())}
@@ -128,7 +128,7 @@ class Watch:
         print(f"> {where} stands still for {waited:.0f} s: {does}", file=sys.stderr, flush=True)
 
     def _answer(self) -> str:
-        """The line of Python that the main thread is at, outside of libraries, and the collective that it waits in."""
+        """The main thread's innermost line of Python outside of libraries, and the collective that it waits in."""
         frames = traceback.extract_stack(sys._current_frames().get(self._main))
         own = [frame for frame in frames if not _is_library(frame.filename)] or frames
         place = os.sep.join(own[-1].filename.split(os.sep)[-3:])
