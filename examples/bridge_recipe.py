@@ -1,9 +1,10 @@
-"""A recipe of Megatron-Bridge, with experts and layers balanced where it has expert-parallel ranks and pipeline stages.
+"""Train a recipe of Megatron-Bridge with balanced experts (if it has expert-parallel ranks) and layers (if it has a
+pipeline).
 
     torchrun --nproc-per-node 8 examples/bridge_recipe.py olmoe.olmoe_7b_pretrain_config train.train_iters=100
 
-The recipe is named after `megatron.bridge.recipes`; what follows overrides fields of it. Started again with a folder of
-checkpoints, the run continues with layers where they were.
+The first argument names a recipe below `megatron.bridge.recipes`; the others override its fields. A run that resumes
+from a checkpoint continues with the layout of layers that was saved.
 """
 
 import importlib
@@ -17,7 +18,7 @@ from balancing.layers.config import LayerConfig
 
 
 def train(recipe: str, overrides: Sequence[str], report: Callable[[Callable[[], dict[str, Any]]], None]) -> None:
-    """Bridge's `pretrain`, with balancers. report: is told each event, as a function that gives it."""
+    """Bridge's `pretrain`, with balancers. report: called for each event, with a function that returns the event."""
     from megatron.bridge.training.gpt_step import forward_step
     from megatron.bridge.training.pretrain import pretrain
     from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
@@ -39,7 +40,7 @@ def train(recipe: str, overrides: Sequence[str], report: Callable[[Callable[[], 
 
 
 def show(event: Callable[[], dict[str, Any]]) -> None:
-    """A line for an event that changed something."""
+    """Print a line for an event that moved bytes."""
     told = event()
     if told["moved_bytes"]:
         before, after = told["imbalance_before"], told["imbalance_after"]

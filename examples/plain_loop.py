@@ -1,9 +1,10 @@
-"""A loop of megatron.core alone that balances experts, attention and layers, and continues from its checkpoints.
+"""A training loop on megatron.core alone that balances experts, attention and layers, and resumes from its checkpoints.
 
     torchrun --nproc-per-node 4 examples/plain_loop.py FOLDER
 
-Two pipeline stages of two data-parallel ranks, which are one expert-parallel group. A sample is packed documents of
-different lengths. Started again, it continues from the last checkpoint in FOLDER, with layers where they were.
+It has two pipeline stages. The two data-parallel ranks of a stage are one expert-parallel group. A sample consists of
+packed documents of different lengths. Run again, it resumes from the last checkpoint in FOLDER, with the layout of
+layers that was saved.
 """
 
 import os
@@ -37,7 +38,7 @@ from megatron.balanced.loop import Balancers, ExpertBalancer, LayerBalancer, Seq
 from megatron.balanced.shared.job import Job
 
 TOKENS, VOCABULARY, MICRO_BATCHES = 1024, 500, 4
-SLOW = Cluster(1, 4, 1, 1e12, 1e12, 1e6, 1e9)  # its ranks compute so slowly that short documents are worth a transfer
+SLOW = Cluster(1, 4, 1, 1e12, 1e12, 1e6, 1e9)  # compute is so slow that even short documents are worth a transfer
 
 
 def build(layout: str, dtype: torch.dtype) -> tuple[DistributedDataParallel, Any]:
@@ -63,7 +64,7 @@ def build(layout: str, dtype: torch.dtype) -> tuple[DistributedDataParallel, Any
 
 
 def forward_step(at: Any, model: Any) -> tuple[torch.Tensor, Any]:
-    """The losses of the micro-batch whose seed is next. at: iterator over seeds."""
+    """The losses of one micro-batch of random tokens. at: iterator over the seeds of micro-batches."""
     draw = torch.Generator().manual_seed(2 * next(at) + parallel_state.get_data_parallel_rank())
     tokens = torch.randint(0, VOCABULARY // 8, (1, TOKENS + 1), generator=draw).cuda()
     documents = 1 if torch.rand((), generator=draw) < 0.5 else 8
@@ -80,8 +81,8 @@ def train(
 ) -> tuple[list[float], Any, str, list[dict[str, Any]]]:
     """Train up to step `steps`, with a checkpoint in `folder` every five steps.
 
-    Returns the losses of this rank since the checkpoint that it began with, the model chunk, where layers are, and the
-    events of the balancers.
+    Returns the losses of this rank since it started or resumed, the model chunk, the layout of layers, and the events
+    of the balancers.
     """
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group()
@@ -122,7 +123,7 @@ def train(
             forward_step_func=forward_step, data_iterator=iter(range(step * MICRO_BATCHES, (step + 1) * MICRO_BATCHES)),
             model=[model], num_microbatches=MICRO_BATCHES, seq_length=TOKENS, micro_batch_size=1, forward_only=False,
         )  # fmt: skip
-        losses += [float(each["loss"]) for each in given]  # none but on the last stage
+        losses += [float(each["loss"]) for each in given]  # empty except on the last stage
         optimizer.step()
         scheduler.step(1)
         balancers.after_step()  # layers may move

@@ -3,8 +3,8 @@
     export VERL_USE_EXTERNAL_MODULES=examples.verl_engine VERL_ENGINE_VENDOR=balanced
     python -m verl.trainer.main_ppo --config-name ppo_megatron_trainer.yaml actor_rollout_ref.model.path=... ...
 
-verl imports this module in each of its processes. With defaults for experts alone no module is needed:
-VERL_ENGINE_VENDOR=balanced is enough where this package is installed.
+verl imports this module in each of its processes. To balance experts alone with default settings, no module is needed:
+install this package and set VERL_ENGINE_VENDOR=balanced.
 """
 
 from balancing.cluster import Cluster
@@ -15,8 +15,8 @@ from megatron.balanced.loops.verl import register
 
 CHOICE = Choice(
     experts=ExpertConfig(enabled=True, replica_slots=2),
-    sequences=SequenceConfig(enabled=True),  # of use_remove_padding, with more data- or context-parallel ranks than one
+    sequences=SequenceConfig(enabled=True),  # needs use_remove_padding and several data- or context-parallel ranks
     cluster=Cluster.preset("h100-8x400g"),
 )
 
-register(CHOICE, tokens=32768)  # of a micro-batch, as ppo_max_token_len_per_gpu
+register(CHOICE, tokens=32768)  # per micro-batch, the same as ppo_max_token_len_per_gpu

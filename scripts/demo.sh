@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
-# Eight emulated ranks train a model with Mixtral's proportions whose layers, documents and experts are uneven: with each
-# balancer alone, with all three, and with even work, the limit. Megatron-LM's trainer, messages and moves are real,
-# computation waits for modelled time, at a pace that this machine can keep. Ends with a picture of what each balancer
-# gains and of the pipeline before and after, and a sentence for each. About five minutes on two quiet cores.
+# Shows what each balancer gains on eight emulated ranks. The model has Mixtral's proportions; its layers, documents and
+# experts are uneven. It runs without balancers, with each balancer alone, with all three, and with even work, the limit.
+# Megatron-LM's trainer, messages and moves are real. Computation is replaced by waiting for modelled time, slowed down so
+# that this machine keeps up. Ends with a figure of the gains and of the pipeline before and after, and a sentence on
+# each. Takes about five minutes on two idle cores.
 #
 #     scripts/demo.sh
-#     scripts/demo.sh --short    two runs of short steps, to try it
-#     scripts/demo.sh --venv     in .venv, also where the Python at hand has what is needed
+#     scripts/demo.sh --short    two runs of short steps, for a first try
+#     scripts/demo.sh --venv     use .venv, even if another Python has all packages
 #
-# Everything it writes is in runs/demo, and in .venv where that is made. The network cards are limited where it runs as root with iproute2.
+# Writes to runs/demo, and to .venv if it has to make one. Limits network bandwidth if run as root with iproute2.
 set -euo pipefail
 # shellcheck source=scripts/environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Builds the documentation as a site into runs/site and checks every link. MkDocs gets an environment of its own, which is made
-# once (runs/docs-venv, 170 MB).
+# Builds the documentation as a site into runs/site and checks every link. MkDocs is installed once, in an environment of its
+# own (runs/docs-venv, 170 MB).
 #
 #     scripts/docs.sh            build; open runs/site/index.html
 #     scripts/docs.sh --serve    show it at http://127.0.0.1:8000 and follow changes

@@ -1,6 +1,7 @@
-"""An extension of griffe, which reads docstrings for the site: parameters become a list, tables stay as they are.
+"""An extension of griffe, the reader of docstrings for the site: parameters become a list, indented blocks stay.
 
-Docstrings here name parameters as `name: what it is`, a line each. Markdown would join the lines into one paragraph.
+Docstrings of this project name parameters as `name: what it is`, one per line. Markdown would join these lines into one
+paragraph.
 """
 
 import re

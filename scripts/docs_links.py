@@ -1,6 +1,6 @@
 """A hook of MkDocs: README.md becomes the first page, and links to files outside of docs/ become the files' paths.
 
-MkDocs checks links between pages and their anchors (`--strict`). A link to a file that is not there ends the build.
+MkDocs checks links between pages and their anchors (`--strict`). A link to a missing file ends the build.
 """
 
 import posixpath
@@ -21,7 +21,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **unused: Any) -> str:
-    """Mends links out of docs/. Raises ValueError for a file that is not there."""
+    """Mends links out of docs/. Raises ValueError for a missing file."""
     source = page.file.src_uri
     folder = "" if source == "index.md" else posixpath.dirname(f"docs/{source}")
 

@@ -1,8 +1,8 @@
 # shellcheck shell=bash
 #
-# Sourced by the scripts beside it. Finds a Python that has what a script needs, and makes .venv only where there is none.
-# Sets `python`, its interpreter, and `repository`. Takes --venv out of the script's arguments: then .venv is used, and
-# made or brought up to date first. With --help it prints the script's first comment and ends it.
+# Sourced by the other scripts of this folder. Finds a Python that has what a script needs, and makes .venv only if there
+# is none. Sets `python`, the interpreter, and `repository`. Removes --venv from the script's arguments: with it, .venv is
+# used, and made or updated first. With --help, prints the script's first comment and exits.
 #
 # PYTHON=/path/to/python3.12 names an interpreter. MEGATRON_CORE=PATH names a wheel or a folder of megatron-core.
 
@@ -66,14 +66,14 @@ find_python() {
         "'uv python install 3.12', 'pyenv install 3.12' or 'apt-get install python3.12-venv'"
 }
 
-# ask_doctor PYTHON NEED: has the doctor look; its two lines are an interpreter and a folder of megatron-core.
+# ask_doctor PYTHON NEED: prints the doctor's two lines: an interpreter and a folder of megatron-core.
 ask_doctor() {
     (cd "$repository" && "$1" -m balancing.doctor --need "$2")
 }
 
-# find_complete NEED EXTRA: prints the doctor's lines for the first Python that has what NEED, a word of the doctor's, asks
-# for: the one that PYTHON names, else that of an active environment, of .venv, or on PATH. Fails where none has, and
-# prints what the first one lacks that could have been taken.
+# find_complete NEED EXTRA: prints the doctor's lines for the first Python that has what NEED (train, test or gpu) asks for.
+# Candidates: the one that PYTHON names, else those of an active environment, of .venv, and on PATH. Fails if none has it,
+# and then prints what the first suitable candidate lacks.
 find_complete() {
     local candidate candidates=() lacks=
     if [ -n "${PYTHON:-}" ]; then
@@ -95,8 +95,8 @@ find_complete() {
     return 1
 }
 
-# prepare_environment NEED EXTRA: sets `python` to one that has what NEED, a word of the doctor's, asks for: the one at
-# hand, else that of .venv, which then holds this package and what EXTRA, if it is not empty, adds to it.
+# prepare_environment NEED EXTRA: sets `python` to an interpreter that has what NEED asks for: one found by find_complete,
+# else that of .venv, after installing this package into it, with its extra EXTRA unless that is empty.
 prepare_environment() {
     local need=$1 extra=$2 answer="" core
     [ -z "${PYTHON:-}" ] || type -P "$PYTHON" >/dev/null ||
@@ -109,14 +109,14 @@ prepare_environment() {
         make_environment "$extra"
         answer=$(ask_doctor "$python" "$need") || exit 1
     fi
-    # What a script starts finds the checkout and megatron-core, where they are not installed.
+    # Programs that a script starts find the checkout and megatron-core even if these are not installed.
     core=${answer#"$python"}
     PYTHONPATH=${core:+${core#$'\n'}:}$repository${PYTHONPATH:+:$PYTHONPATH}
     export PYTHONPATH
     unset MEGATRON_CORE
 }
 
-# What an installation depends on. A checkout that moved needs another one: .venv holds its path.
+# What an installation depends on. A checkout that was moved needs a new one, since .venv holds its path.
 installation_key() {
     (cd "$repository" && { pwd; cat setup.py pyproject.toml; grep '^__version__' balancing/__init__.py; } | cksum)
 }
@@ -128,7 +128,7 @@ is_current() {
         [ "$(cat "$environment/.installed${1:+-$1}" 2>/dev/null)" = "$(installation_key)" ]
 }
 
-# make_environment EXTRA: has .venv hold this package and EXTRA, and sets `python` to its interpreter.
+# make_environment EXTRA: installs this package and EXTRA into .venv, and sets `python` to its interpreter.
 make_environment() {
     local extra=$1 environment=$repository/.venv found quiet=()
     local unfinished=$environment/.installing
@@ -153,7 +153,7 @@ make_environment() {
     touch "$unfinished"
     [ -t 1 ] || quiet=(--quiet)
     echo "Installing megatron-balance${extra:+[$extra]} into .venv (PyTorch alone is several GB)"
-    # Ctrl-C ends pip, which then exits like any failed command; without the trap the mark would go with it.
+    # Ctrl-C ends pip, which then exits like any failed command; without the trap, $unfinished would be removed as well.
     trap 'exit 130' INT
     if ! "$python" -m pip install "${quiet[@]}" --disable-pip-version-check --editable "$repository${extra:+[$extra]}"; then
         rm -f "$unfinished"
@@ -165,12 +165,12 @@ make_environment() {
     rm -f "$unfinished"
 }
 
-# install_apart NAME: makes .venv/NAME hold the packages that scripts/NAME.txt lists, their Python alone and nothing that
-# they ask for. Megatron-LM takes other defaults where it can import these, so only the tests that need them look there;
-# where they cannot be installed, these tests are skipped and say so.
+# install_apart NAME: installs the packages that scripts/NAME.txt lists into .venv/NAME, without kernels and dependencies.
+# Megatron-LM's defaults change if it can import these packages, so only the tests that need them look there. If they
+# cannot be installed, these tests are skipped and say so.
 install_apart() {
     local name=$1 folder=$repository/.venv/$1 list=$repository/scripts/$1.txt
-    [ "$python" = "$repository/.venv/bin/python" ] || return 0 # nothing is installed into a Python at hand
+    [ "$python" = "$repository/.venv/bin/python" ] || return 0 # never install into another Python
     if [ "$(cat "$folder/.installed" 2>/dev/null)" = "$(cat "$list")" ]; then
         return
     fi

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# The acceptance on real hardware, on a machine with one NVIDIA GPU or more: runs each part within its time limit, what is
-# worth most first, and writes down what came of it. Ranks share a GPU where there are fewer GPUs than ranks.
+# Acceptance test on one or more NVIDIA GPUs. Runs each part within its time limit, the most important ones first, and
+# writes the results. Ranks share GPUs if there are fewer GPUs than ranks.
 #
-#     scripts/gpu_check.sh                  all parts; started again after it was stopped, it goes on with the next part
-#     scripts/gpu_check.sh PART ...         these parts, also where they have run before
-#     scripts/gpu_check.sh --out DIR        where figures, tables and output of the parts go; runs/gpu_check by default
-#     scripts/gpu_check.sh --dry-run        lists the parts, what each shows and its limit, anywhere
-#     scripts/gpu_check.sh --venv           in .venv, also where the Python at hand has what is needed
+#     scripts/gpu_check.sh                  all parts; if it was stopped, run it again to continue with the next part
+#     scripts/gpu_check.sh PART ...         these parts, even if they have run before
+#     scripts/gpu_check.sh --out DIR        write figures, tables and output to DIR; runs/gpu_check by default
+#     scripts/gpu_check.sh --dry-run        lists the parts, what each shows and its limit; needs no GPU
+#     scripts/gpu_check.sh --venv           use .venv, even if another Python has all packages
 #
-# Exit code 0 when all parts passed, 1 when one failed, 3 when none failed but not all ran, 2 where nothing can run.
+# Exit code 0 if all parts passed, 1 if one failed, 3 if none failed but not all ran, 2 if nothing can run.
 set -euo pipefail
 # shellcheck source=scripts/environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
@@ -22,7 +22,7 @@ if [[ " $* " == *" --dry-run "* ]]; then
     exec "$python" -m tests.gpu "$@"
 fi
 
-# Before gigabytes are installed: neither a GPU that the driver lists, nor a driver at all (of Linux, of Windows below).
+# Checked before gigabytes are installed: no driver (of Linux, or of Windows under WSL), and no GPU that one lists.
 if [ ! -e /dev/nvidiactl ] && [ ! -e /dev/dxg ] && ! nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then
     echo "gpu_check.sh: no GPU: there is no NVIDIA driver here; --dry-run lists what would run" >&2
     exit 2

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Installs Slurm and munge from the distribution, for tests/tools/test_slurm.py, which starts its own cluster on one machine.
-# Nothing is configured or started here. Needs root on a system with apt-get.
+# Installs Slurm and munge from the distribution. tests/tools/test_slurm.py starts its own cluster with them on one machine.
+# Configures and starts nothing. Needs root on a system with apt-get.
 set -u -o pipefail
 
 programs=(munged slurmctld slurmd sbatch srun scontrol)

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Plant faults in the wiring one at a time, in a copy of the tree, and see that the tests kill them. Takes an hour or so.
+# Mutation tests: plants faults in the wiring one at a time, in a copy of the tree, and checks that the tests that each
+# fault names fail. Takes about an hour.
 #
-#     scripts/mutants.sh              all of them
-#     scripts/mutants.sh relay.py     those whose file or name has this word
-#     scripts/mutants.sh --list       what there is
+#     scripts/mutants.sh              all faults
+#     scripts/mutants.sh relay.py     faults whose file or name contains this word
+#     scripts/mutants.sh --list       list the faults
 set -euo pipefail
 # shellcheck source=scripts/environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"

@@ -1,11 +1,11 @@
-"""Training where each layer takes as long as on a slow device of its own: for runs whose processes share cores.
+"""Training with a minimal time per layer, as if each process had a slow device of its own, on cores that processes share.
 
     LAYER_MS=60 torchrun --nproc-per-node 4 scripts/pretrain_paced.py FLAGS OF examples/dynamic_models/pretrain.py
 
-Four processes on two cores take as long as their work together, however it is divided among them, so no division of
-layers makes their steps shorter. Here a layer that has computed its forward pass of a micro-batch waits until LAYER_MS
-milliseconds of work have passed, twice as long in its backward pass, and so leaves the cores to the others. A layer
-without a backward pass, as a frozen one, takes a third. What is computed stays the same.
+Four processes on two cores take as long as the sum of their work, however layers are divided among them, so balancing
+layers cannot shorten their steps. Here the forward pass of a layer lasts at least LAYER_MS milliseconds per micro-batch
+and the backward pass twice as long. A layer waits for the rest of its time and leaves the cores to other processes. A
+layer without a backward pass, such as a frozen one, takes a third. Results do not change.
 """
 
 import functools
@@ -22,7 +22,7 @@ from megatron.balanced.trainer.arguments import parse_arguments
 
 
 class _Pass:
-    """A forward or backward pass of a layer, which takes `seconds` of its device at least."""
+    """A forward or backward pass of a layer that takes at least `seconds` of its device."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds, self.begin = seconds, device_time()
@@ -32,7 +32,7 @@ class _Pass:
 
 
 class _Input(torch.autograd.Function):
-    """The identity on a layer's input. Its backward pass is the end of the layer's."""
+    """The identity on a layer's input. Its backward pass ends the layer's backward pass."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, passes: list[_Pass]) -> torch.Tensor:
@@ -46,12 +46,12 @@ class _Input(torch.autograd.Function):
 
 
 class _Output(torch.autograd.Function):
-    """The identity on a layer's output. Its backward pass is the beginning of the layer's."""
+    """The identity on a layer's output. Its backward pass begins the layer's backward pass."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, passes: list[_Pass], seconds: float) -> torch.Tensor:
         ctx.passes, ctx.seconds = passes, seconds
-        return hidden.clone()  # Megatron frees what a stage has sent on, which must not be a view
+        return hidden.clone()  # Megatron frees the output that a stage has sent, so it must not be a view
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -60,13 +60,13 @@ class _Output(torch.autograd.Function):
 
 
 def paced(forward: Callable, seconds: float) -> Callable:
-    """`forward` of Megatron's transformer layer, which takes `seconds` at least in training and twice that backward."""
+    """`forward` of Megatron's transformer layer, slowed down: at least `seconds` in training, twice that backward."""
 
     @functools.wraps(forward)
     def slow(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not self.training:
             return forward(self, hidden_states, *args, **kwargs)
-        if torch.is_grad_enabled() and not hidden_states.requires_grad:  # what a frozen layer gives
+        if torch.is_grad_enabled() and not hidden_states.requires_grad:  # the output of a frozen layer
             hidden_states = hidden_states.detach().requires_grad_()
         this, backward = _Pass(seconds), []
         output, context = forward(self, _Input.apply(hidden_states, backward), *args, **kwargs)

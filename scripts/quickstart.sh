@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# From a fresh clone to a trained model: finds a Python or makes .venv, prepares a corpus, trains a small mixture-of-experts GPT on four
-# processes (two pipeline stages, in each two ranks that share documents and experts) with all three balancers, and
-# reports what they gained. After a while the first layers are frozen, which makes the first stage idle until layers move.
+# From a fresh clone to a trained model: finds a Python or makes .venv, prepares a corpus, trains a small mixture-of-experts
+# GPT on four processes with all three balancers, and reports what they gained. There are two pipeline stages; the two ranks
+# of a stage share documents and experts. From iteration 20 on the first layers are frozen, so the first stage idles until
+# layers move.
 #
 #     scripts/quickstart.sh            safe to run again: finished steps are skipped, training continues from its last checkpoint
 #     scripts/quickstart.sh --again    train from the beginning
-#     scripts/quickstart.sh --venv     in .venv, also where the Python at hand has what is needed
+#     scripts/quickstart.sh --venv     use .venv, even if another Python has all packages
 #
-# Everything it writes is in runs/quickstart, and in .venv where that is made. It takes CUDA with four GPUs or more, otherwise the CPU.
+# Writes to runs/quickstart, and to .venv if it has to make one. Uses CUDA with four GPUs or more, otherwise the CPU.
 set -euo pipefail
 # shellcheck source=scripts/environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
@@ -37,7 +38,7 @@ else
     "$python" scripts/prepare_data.py --stdlib --functions --append-eod --overwrite --output-prefix "$corpus"
 fi
 
-# A model without its measurements cannot be reported on.
+# A model without its measurements gives no report, so it is trained again.
 [ -e "$run/report/events.jsonl" ] || rm -rf "$run/checkpoint"
 trained() {
     [ "$(cat "$run/checkpoint/latest_checkpointed_iteration.txt" 2>/dev/null)" = "$iterations" ]
@@ -51,7 +52,7 @@ else
     gpus=$("$python" -W ignore -c 'import torch; print(torch.cuda.device_count())')
     if [ "$gpus" -lt 4 ]; then
         device=(--device cpu)
-        program=scripts/pretrain_paced.py # where moved layers shorten a step although processes share cores
+        program=scripts/pretrain_paced.py # moved layers shorten its steps, although processes share cores
         [ "$gpus" = 0 ] || echo "$gpus GPU(s), and the four processes need one each: training on the CPU"
     fi
     echo "Model: training for $iterations iterations, about four minutes on two cores; log in $run/train.log"
@@ -82,7 +83,7 @@ else
         --save "$run/checkpoint" --load "$run/checkpoint" --save-interval 25 --ckpt-format torch_dist
         --tensorboard-dir "$run/tensorboard"
     )
-    # What of Megatron's log is shown here; all of it is in the file.
+    # The lines of Megatron's log to show; the file has all of them.
     essentials='
         s/^ *\[[^]]*\] *iteration +([0-9]+)\/ *([0-9]+) .*iteration \(ms\): ([0-9.]+) .*(lm loss: [^ ]+).*/iteration \1 of \2: \4, \3 ms/p
         s/^ *(validation loss at iteration [0-9]+) \| lm loss value: ([^ ]+).*/\1: \2/p

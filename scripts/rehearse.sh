@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Rehearse a first try in a container with PyTorch and without a network: makes an environment that has what such a
-# container has, no megatron-balance and no megatron-core, and runs a script in it with no package index to be reached.
-# megatron-core is a wheel, as MEGATRON_CORE names it. Takes 6 GB in FOLDER, and a network the first time.
+# Runs a script as in a container that has PyTorch but no network. Makes an environment with the packages of such a
+# container, without megatron-balance and megatron-core, and runs the script in it with no package index to reach.
+# megatron-core is a wheel in FOLDER, named by MEGATRON_CORE. Takes 6 GB in FOLDER, and needs a network the first time.
 #
 #     scripts/rehearse.sh FOLDER scripts/quickstart.sh
 #     scripts/rehearse.sh FOLDER scripts/test.sh --exhaustive tests/gpu -k "not cuda"    the acceptance, on the CPU device
@@ -23,6 +23,6 @@ if [ ! -e "$folder/ready" ]; then
     touch "$folder/ready"
 fi
 folder=$(cd "$folder" && pwd)
-# PYTHON goes before a .venv of the checkout.
+# PYTHON takes precedence over a .venv of the checkout.
 exec env -i HOME="$folder/home" PATH="$folder/environment/bin:/usr/bin:/bin" PYTHON="$folder/environment/bin/python3" \
     MEGATRON_CORE="$folder" PIP_NO_INDEX=1 PIP_INDEX_URL=http://127.0.0.1:9/simple TERM="${TERM:-dumb}" "$@"

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Lint, type check and test, with the Python at hand where it has what the tests import, else with .venv, which is made
-# where there is none. What it has not of ruff, mypy and the packages of their own tests is left out, and named.
+# Lints, type-checks and tests. Uses the first Python that has what the tests import, else .venv, which it makes if there is
+# none. Checks and tests whose packages are missing (ruff, mypy, those of scripts/*.txt) are skipped, with a note.
 #
-#     scripts/test.sh                       everything, of large families of combinations a sample
+#     scripts/test.sh                       everything; a sample of the large families of combinations
 #     scripts/test.sh --exhaustive          every combination
 #     scripts/test.sh --sample 7            a fifth of those combinations, drawn by a seed, as CI does
 #     scripts/test.sh tests/layers -k move  arguments go to pytest
 #     scripts/test.sh -n 0 --pdb            in one process, to debug
 #     scripts/test.sh --fuzz 20 --seed 7    random command lines instead: each trains two steps or is refused in one line
-#     scripts/test.sh --venv                in .venv in any case, with everything
-#     scripts/test.sh --soak 300 --seed 7   long runs with kills, resumed; nothing may leak
+#     scripts/test.sh --venv                use .venv, with all packages
+#     scripts/test.sh --soak 300 --seed 7   long runs that are killed and resumed; nothing may leak
 set -euo pipefail
 # shellcheck source=scripts/environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
@@ -42,5 +42,5 @@ if has ruff; then
     "$python" -m ruff format --check .
 fi
 if has mypy; then "$python" -m mypy; fi
-# Two workers: a test of one rank leaves a core to the other. A file is one worker's, which keeps its reference runs.
+# Two workers, since a test of one rank uses one core. All tests of a file run in one worker, which keeps reference runs.
 exec "$python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"

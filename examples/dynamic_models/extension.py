@@ -1,6 +1,6 @@
-"""What the trainer is told of a dynamic model: its flags, its modules in the layer spec, and its callbacks.
+"""A dynamic model, described to the trainer: its flags, its modules in the layer spec, and its callbacks.
 
-Modules of Megatron-LM are imported where they are needed, since flags are added before the device is chosen.
+Megatron-LM's modules are imported inside functions, since flags are added before the device is chosen.
 """
 
 import argparse
@@ -18,7 +18,7 @@ __all__ = ["DynamicModel"]
 
 
 class DynamicModel(ModelExtension):
-    """A GPT with the schemes that the flags of `examples.dynamic_models.config` switch on; without them a plain one."""
+    """A GPT with the schemes that flags switch on (`examples.dynamic_models.config`); a plain GPT without any."""
 
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
         add_flags(parser)

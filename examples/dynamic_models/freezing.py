@@ -6,8 +6,8 @@ This module excludes their parameters from what follows the backward passes:
 - Gradient reduction. Buckets are filled from the back of the model, so frozen parameters are the tail of a buffer:
   frozen buckets are not reduced, and the bucket with the boundary is reduced up to it. A distributed optimizer shards
   buckets, so there that bucket is reduced as a whole.
-- The optimizer's step, during which frozen parameters are not in the parameter groups. Their moments stay in the
-  optimizer and in its checkpoints. Checkpoints have one step count for all parameters, so Adam's count continues.
+- The optimizer's step. Frozen parameters are not in its parameter groups then. Their moments stay in the optimizer and
+  in its checkpoints. Checkpoints have one step count for all parameters, so Adam's count continues.
 - The pipeline. A stage that begins with a frozen layer has no gradient for the previous stage, which waits for one. It
   sends zeros.
 
@@ -36,7 +36,7 @@ __all__ = ["Freezing"]
 
 
 class _Link(torch.autograd.Function):
-    """Returns `output`, and gives `input`, on which it no longer depends, a gradient of zero."""
+    """Returns `output`, and gives `input` a gradient of zero, although `output` does not depend on it."""
 
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
@@ -175,7 +175,7 @@ class Freezing(StepCallback):
         self._frozen_parts = held
 
     def _fill_empty_state(self) -> None:
-        """Create moments of parameters that freeze before their first step, since checkpoints have those of all."""
+        """Create moments of parameters that freeze before their first step, since checkpoints need them all."""
         for each in getattr(self._optimizer, "chained_optimizers", [self._optimizer]):
             torch_optimizer = getattr(each, "optimizer", None)
             if torch_optimizer is None or torch_optimizer.state:

@@ -28,7 +28,7 @@ class TokenFlow:
         self._chosen: tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]] | None = None
 
     def tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """`tokens_of(active)`. The host waits for their number, so they are chosen once until another token exits."""
+        """`tokens_of(active)`, cached until another token exits, since the host waits for their number."""
         assert self.active is not None
         if self._chosen is None or self._chosen[0] is not self.active:
             self._chosen = self.active, tokens_of(self.active)
@@ -44,7 +44,7 @@ class DynamicLayer(TransformerLayer):
         super().__init__(*args, **kwargs)
         config = self.dynamics
         self.frozen = False
-        # Called before the next forward pass in training with this layer, the hidden states and the forward function.
+        # Called before the next forward pass in training. Arguments: this layer, hidden states, the forward function.
         self.probe: Callable[[DynamicLayer, torch.Tensor, Callable], None] | None = None
         self.flow: TokenFlow | None = None
         self.tokens_run = self.tokens_seen = 0  # counted in training; Tokens resets them every step

@@ -1,8 +1,8 @@
 """Measurement of plasticity, the change of the front layer's output, during training in Megatron-LM.
 
 At every measurement the first layer that is not frozen runs two more times on a micro-batch, without dropout and
-gradients: with its present weights, and with those of the last measurement. `schemes.freezing.PlasticityFreezer`
-decides on the data-parallel mean of their similarity loss, which is equal on all ranks.
+gradients: with its present weights, and with those of the last measurement. The data-parallel mean of the similarity
+loss of both outputs is equal on all ranks; `schemes.freezing.PlasticityFreezer` decides by it.
 
 The reference weights are non-persistent buffers of the layer, so they move with it and are not in checkpoints. They are
 replaced after a checkpoint is written and when training begins, so that a resumed run has the same reference.

@@ -2,14 +2,14 @@
 
     torchrun --nproc-per-node 4 examples/dynamic_models/pretrain.py --freeze-layers 3 --balance-layers ...
 
-Takes the flags of `pretrain_gpt.py` and those of the schemes: see --help and docs/dynamics.md. What the trainer is told
-of such a model is in `examples.dynamic_models.extension`.
+Takes the flags of `pretrain_gpt.py` and those of the schemes: see --help and docs/dynamics.md.
+`examples.dynamic_models.extension` describes the model to the trainer.
 """
 
 import sys
 from pathlib import Path
 
-# A script has its own folder on the path, whose names are common ones, instead of the checkout.
+# Python puts the script's folder on the path. Its file names are common ones, so the checkout takes its place.
 _FOLDER, _NAME = Path(__file__).resolve().parent, Path(__file__).name
 sys.path[:] = [str(_FOLDER.parents[1]), *(each for each in sys.path if each != str(_FOLDER))]
 

@@ -1,9 +1,9 @@
 """Mixture of depths and early exit in Megatron-LM's training step: layers that run for a part of the tokens.
 
-The layers choose their tokens (`examples.dynamic_models.layer`); this module counts them for the report. Early exit
-also has to tell the next pipeline stage, which receives the hidden states of all tokens, and the loss, which weighs
-them, which tokens have exited. It sends one byte a token beside the hidden states, in a separate group, so that these
-messages do not mix with Megatron's.
+The layers choose their tokens (`examples.dynamic_models.layer`); this module counts them for the report. With early
+exit, the next pipeline stage receives the hidden states of all tokens, and must know which tokens have exited; so must
+the loss, which weighs them. This module sends one byte per token beside the hidden states, in a separate process group,
+so that these messages do not mix with Megatron's.
 """
 
 import argparse
@@ -27,7 +27,7 @@ __all__ = ["Tokens"]
 
 
 class Tokens(StepCallback):
-    """Counts the tokens that each layer runs, and carries exits from stage to stage."""
+    """Counts the tokens that each layer runs, and sends exits from stage to stage."""
 
     def __init__(self, args: argparse.Namespace, config: DynamicsConfig) -> None:
         self.config, self._args = config, args
@@ -35,7 +35,7 @@ class Tokens(StepCallback):
         self._flow = TokenFlow()
         self._weighs = False
         self._stages = 1
-        self._group: Any = None  # of this many stages, if there are several
+        self._group: Any = None  # process group of these stages, if there are several
         self._sent: list[tuple[dist.Work, torch.Tensor]] = []  # kept until they are received
         self._coming: tuple[list[dist.Work], torch.Tensor] | None = None  # of the next micro-batch
         self._to_come = 0  # messages of this step that are not waited for yet
@@ -52,8 +52,8 @@ class Tokens(StepCallback):
         self.layers_moved()
 
     def layers_moved(self) -> None:
-        """Connect the present layers to the exits. Called on all ranks of the job again after layers have moved: when
-        stages have left, another rank may have the head."""
+        """Connect the present layers to the exits. Called again on all ranks after layers have moved: after a release
+        of stages, another rank may have the head."""
         if not self.config.early_exit_layers:
             return
         for layer in self._layers():
@@ -77,7 +77,7 @@ class Tokens(StepCallback):
     # Around a chunk's forward pass.
 
     def _has_exited(self, layer_number: int) -> bool:
-        """True if tokens may have exited behind a layer up to `layer_number`."""
+        """True if tokens may have exited after a layer up to `layer_number`."""
         return any(exit <= layer_number for exit in self.config.early_exit_layers)
 
     def _begin_chunk(self, block: torch.nn.Module, args: tuple, kwargs: dict) -> None:
@@ -99,9 +99,9 @@ class Tokens(StepCallback):
             self._expect()
 
     def _expect(self) -> None:
-        """Start to receive the exits of the next micro-batch, if any. They are sent before its hidden states, and what
-        two communicators do must be started in one order on both sides: if kernels of one had to end before those of
-        the other, as when the device is synchronized, each stage would wait for the other."""
+        """Start to receive the exits of the next micro-batch, if any. Exits are sent before its hidden states. Both
+        stages must start the operations of the two communicators in the same order: if kernels of one communicator had
+        to end before those of the other, as when the device is synchronized, each stage would wait for the other."""
         if not self._to_come:
             return
         self._to_come -= 1
@@ -117,8 +117,8 @@ class Tokens(StepCallback):
         self._sent += [(work, message) for work in works]
 
     def _message(self, kind: Callable, message: torch.Tensor, other: int) -> list[dist.Work]:
-        """Start to send or receive, as a batch of one: for a single message NCCL would first connect the two ranks,
-        which blocks the host of each until the other has come."""
+        """Start to send or receive, as a batch of one message: outside of a batch, NCCL would first connect the two
+        ranks and block the host of each until the other has arrived."""
         return dist.batch_isend_irecv([dist.P2POp(kind, message, other, self._group)])
 
     def _weigh(self, model: torch.nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The schemes on torch alone: each reduces the cost of a model while it trains, and makes its layers uneven.
+"""The schemes, on torch alone. Each reduces the cost of a model while it trains, and makes its layers uneven.
 
 freezing             a prefix of the model stops training, by a schedule or by measured plasticity
 pruning              weights of small magnitude are set to zero; `sparse_linear` multiplies by the rest
@@ -6,8 +6,8 @@ sparse attention     each block of queries attends to a few blocks of keys
 early exit           tokens that have stopped changing skip the remaining layers
 mixture of depths    routed layers run for a fixed fraction of the tokens
 
-Each scheme is a file of its own and trains without a balancer. `balancing.layers` balances the stages that they make
-uneven. `gather_tokens` is shared by the last two.
+Each scheme is a file of its own and trains without a balancer. `balancing.layers` balances the uneven stages. The last
+two share `gather_tokens`.
 """
 
 from examples.dynamic_models.schemes.early_exit import exits, saturation, weigh_loss

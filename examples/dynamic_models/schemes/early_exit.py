@@ -2,8 +2,8 @@
 
 A token exits when the cosine between input and output of a layer (hidden-state saturation, CALM, arXiv 2207.07061,
 section 3.1) reaches a threshold. No head is needed at the exit, so any pipeline stage can decide. The hidden state of
-an exited token passes through the rest of the model unchanged, and final norm and head, which all exits share, give the
-loss of its exit. Tokens that continue do not attend to exited ones.
+an exited token passes through the rest of the model unchanged. The model's final norm and head compute its loss; all
+exits share them. Tokens that continue do not attend to exited ones.
 """
 
 from typing import Any

@@ -3,8 +3,8 @@
 The front layers of a network converge first, and their backward pass, gradients and optimizer state are then wasted.
 Frozen layers are always a prefix, with the embedding, since only then does the backward pass end early.
 `scheduled_prefix` freezes at fixed iterations. `PlasticityFreezer` freezes as Egeria does (arXiv 2201.06227, section
-4): the plasticity of the front layer is the change of the structure of its output against an earlier version of the
-layer, and a layer whose plasticity is stationary is frozen.
+4): plasticity is how much the structure of the front layer's output differs from that of an earlier version of the
+layer. A layer whose plasticity is stationary is frozen.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ def scheduled_prefix(iteration: int, *, layers: int, start: int, interval: int =
 
 
 def similarity_loss(output: torch.Tensor, reference: torch.Tensor) -> float:
-    """The difference of two outputs [tokens, hidden] of a layer in how they relate tokens to each other.
+    """How differently two outputs [tokens, hidden] of a layer relate tokens to each other.
 
     The similarity-preserving loss of Tung and Mori: mean squared difference of the row-normalized matrices of inner
     products. 0 for equal structure; invariant to rotations and a common scale of the outputs. At most 4 / tokens.
@@ -52,8 +52,8 @@ class PlasticityFreezer:
         `patience` times in a row.
     window: measurements over which plasticity is smoothed and its slope fitted.
 
-    When the learning rate falls to a tenth of its value at the first freezing, all layers are unfrozen, since they then
-    change again, and patience is halved.
+    When the learning rate falls to a tenth of its value at the first freezing, layers change again: all are unfrozen,
+    and patience is halved.
     """
 
     layers: int
