@@ -3,16 +3,16 @@
     python -m benchmarks.idle [--quick] [--json FILE]
 
 Small runs on gloo ranks whose loads are even: equal layers, samples that are one document each, routing that is forced
-to be even. Processor time of the training thread inside the balancers' own code is added up in every step: callbacks of
-steps, marks around layers, the micro-batches and plans of sequences, loads and splits of experts. What Megatron-LM does
-there as well does not count: dispatching tokens, gathering their counts. Nor does attention. Balanced sequences read
-micro-batches in the place of Megatron-LM's script, whose time for that is told beside. A figure is the median over
-steps, of the rank that has most.
+to be even. In every step, the CPU time of the training thread inside the balancers' own code is added up: callbacks of
+steps, timing hooks of layers, micro-batches and plans of sequences, loads and splits of experts. Work that Megatron-LM
+does without balancers as well is not counted: dispatching tokens, gathering their counts, attention. With balanced
+sequences our code reads micro-batches instead of Megatron-LM's script; the script's time for that is printed beside
+ours. A figure is the median over steps, of the rank with the highest.
 
-What a balancer adds to a layer and micro-batch, sequences to a micro-batch alone, is then counted for real jobs, as a
-share of their modelled step (`balancing.whatif`). A host of GPUs runs ahead of its device, so this is an upper bound.
-Where `--balance all` finds nothing to balance it switches everything off: no patch and no callback is left, which is
-checked. Target: at most 1 % of a step.
+The time per layer and micro-batch (for sequences, per micro-batch) is then added up for real jobs, as a share of their
+modelled step (`balancing.whatif`). Hosts run ahead of their GPUs, so this is an upper bound. If `--balance all` finds
+nothing to balance it switches everything off; the benchmark checks that no patch and no callback is left. Target: at
+most 1 % of a step.
 """
 
 import argparse

@@ -2,10 +2,10 @@
 
     python -m benchmarks.observation [--quick] [--in-parts] [--json FILE]
 
-One training run on four gloo ranks (pipeline 2, expert parallel 2), in which every second step is watched. Each step
-that is watched is compared with the one after it, which is not, so that a drift of the machine's speed falls out. CPU
-time is what the ranks' training threads use; what is not theirs cannot disturb it. Target: at most 1 %. With --in-parts
-layers run in parts of two micro-batches in turn, and each part is marked.
+One training run on four gloo ranks (pipeline parallel 2, expert parallel 2) observes every second step. Each observed
+step is compared with the next one, which is not observed, so that drift of the machine's speed cancels. CPU time is
+that of the ranks' training threads alone, so other processes do not disturb it. Target: at most 1 %. With --in-parts
+the layers of two micro-batches run in parts, alternately (--overlap-moe-expert-parallel-comm), and each part is timed.
 """
 
 import argparse

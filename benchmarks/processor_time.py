@@ -1,6 +1,6 @@
-"""Processor time of a planner, for machines that do other work too.
+"""CPU time of a planner on a machine that does other work, too.
 
-Processor time of this thread, the quickest of several calls: what other processes and threads take does not count.
+It is the CPU time of this thread, the least of several calls. Other processes and threads do not count.
 """
 
 import time

@@ -1,14 +1,14 @@
-"""Run the commands behind published figures again, and print published beside found.
+"""Repeat the runs behind published figures, and print published and new figures side by side.
 
     python -m benchmarks.published [--quick] [--only RUN ...] [--json FILE]
 
-Each figure of `FIGURES` stands in a sentence of README.md or of docs, which a regular expression finds; what it says is
-read from there, so that nothing is written twice. Runs follow each other, since they share the machine. A difference
-above the noise of a figure is marked. Noise is that of repeated runs on a quiet machine: 3 to 5 % on the emulated
-cluster, points of a percentage in real training on two cores. Exit code 1 if anything is marked.
+A regular expression finds each figure of `FIGURES` in a sentence of README.md or docs, and reads the published value
+there. Runs follow each other, since they share the machine. A difference above the noise of a figure is marked. Noise
+is that of repeated runs on a quiet machine: 3 to 5 % on the emulated cluster, points of a percentage in real training
+on two cores. Exit code 1 if anything is marked.
 
---quick takes the figures of README.md, without peers and with fewer rounds, and ends in 20 minutes on two idle cores;
-all of them take an hour.
+--quick repeats the figures of README.md, without peers and with fewer rounds, in 20 minutes on two idle cores. All
+figures take an hour.
 """
 
 import argparse

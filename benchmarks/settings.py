@@ -1,8 +1,8 @@
-"""Settings for a command line. Those that have no flag are a file of `--balance-config` for each set of them.
+"""Settings for a command line. Settings that have no flag are written to a file of `--balance-config`.
 
     f"--balance-experts {settings('experts', min_gain=0)} {scheme_flags(prune_sparsity=0.8, prune_end=9)}"
 
-The file's name says what is in it and stays the same from process to process, so that names of test cases do.
+The file's name consists of the settings. It is the same in all processes, and so are names of test cases with it.
 """
 
 import os

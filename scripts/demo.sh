@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Shows what each balancer gains on eight emulated ranks. The model has Mixtral's proportions; its layers, documents and
-# experts are uneven. It runs without balancers, with each balancer alone, with all three, and with even work, the limit.
-# Megatron-LM's trainer, messages and moves are real. Computation is replaced by waiting for modelled time, slowed down so
+# experts are uneven. It runs with each balancer alone, with all three, and with even work, the limit. Megatron-LM's
+# trainer, messages and moves are real. Computation is replaced by waiting for modelled time, slowed down so
 # that this machine keeps up. Ends with a figure of the gains and of the pipeline before and after, and a sentence on
 # each. Takes about five minutes on two idle cores.
 #

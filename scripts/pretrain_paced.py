@@ -1,4 +1,4 @@
-"""Training with a minimal time per layer, as if each process had a slow device of its own, on cores that processes share.
+"""Training with a minimal time per layer, as if each process had a slow device of its own: for cores that are shared.
 
     LAYER_MS=60 torchrun --nproc-per-node 4 scripts/pretrain_paced.py FLAGS OF examples/dynamic_models/pretrain.py
 

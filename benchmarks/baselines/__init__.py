@@ -1,2 +1,1 @@
-"""Planners of peers that benchmarks compare with. Training does not know them: it has the planners of the three papers
-that this project builds on and its own, in `balancing`."""
+"""Planners of other systems, to compare with. Training does not use them: its planners are in `balancing`."""

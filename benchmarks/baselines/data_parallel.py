@@ -1,15 +1,16 @@
-"""How loops of fine-tuning and reinforcement learning deal whole sequences over data-parallel ranks and micro-batches.
+"""How RL and fine-tuning loops distribute whole sequences over data-parallel ranks and micro-batches.
 
-What each does, as its published code and documents say; nothing of them is copied.
+Written after their published code and documents, without copying code.
 
-- drawn: sequences in their order, equally many a rank; a rank packs them one after another up to the limit of tokens.
-- verl: `balance_batch` deals sequences over ranks by Karmarkar and Karp's differencing, equally many each, of the work
-  24,576 L + L^2 (a 7B model). Each rank deals its own over micro-batches in the same way, not equally many, so many
-  that tokens would fit on average; all ranks have as many micro-batches as the rank that needs most. Small ones come
-  first and last. Work decides, so a micro-batch may have more tokens than the limit.
-- slime: sequences of all ranks are packed into micro-batches first, each into the first one with room. The fullest ones
-  are split until ranks divide them. Then whole micro-batches are dealt over ranks by differencing of the same work,
-  equally many each (`--balance-data`).
+- drawn: sequences in their order, the same number per rank. A rank packs them in this order up to the token limit.
+- verl: `balance_batch` distributes sequences over ranks by Karmarkar and Karp's differencing method, the same number
+  per rank, by the work 24,576 L + L^2 (a 7B model). Each rank distributes its sequences over micro-batches by the same
+  method, in any number per micro-batch. There are so many micro-batches that tokens would fit on average; all ranks
+  have as many as the rank that needs most. Small ones come first and last. Only work counts, so a micro-batch may have
+  more tokens than the limit.
+- slime: sequences of all ranks are first packed into micro-batches, each into the first one with room. The fullest ones
+  are split until their number is a multiple of the ranks. Then whole micro-batches are distributed over ranks by the
+  differencing method and the same work, the same number per rank (`--balance-data`).
 """
 
 from collections.abc import Sequence

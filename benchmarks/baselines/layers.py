@@ -1,6 +1,6 @@
-"""Plans of layers by others, for benchmarks: DeepSpeed's partition, and first fit for fewer stages (DynMo's code).
+"""Layer planners of other systems: DeepSpeed's partition, and first fit for fewer stages (DynMo's code).
 
-Both are made once: DeepSpeed's before training, from numbers of parameters.
+Both plan once, DeepSpeed before training, from numbers of parameters.
 """
 
 import numpy as np

@@ -1,12 +1,12 @@
-"""Deals of documents over micro-batches that others use, as baselines.
+"""How other systems distribute documents over micro-batches, as baselines.
 
-- sorted: by length, dealt in turn, back and forth, so that the micro-batch with the longest document gets the shortest
-  of the next round.
+- sorted: by length, assigned in turn, back and forth, so that the micro-batch with the longest document gets the
+  shortest of the next round.
 - differencing: Karmarkar and Karp's largest differencing method for several subsets, on squares of lengths; verl
   partitions batches of sequences with it.
-- hybrid: Megatron-LM's scheduler of hybrid context parallelism, a micro-batch in the place of each of its ranks.
+- hybrid: Megatron-LM's scheduler of hybrid context parallelism, with a micro-batch in the place of each of its ranks.
 
-None of them knows a capacity.
+None of them limits the tokens of a micro-batch.
 """
 
 import heapq

@@ -1,9 +1,9 @@
 """A paced device: pipeline stages whose kernels are timed waits, run by Megatron's own schedule.
 
 `PacedStage` stands for a chunk of layers: its forward and its backward each occupy the device for modelled seconds
-(`balancing.clock.pace`) and use no CPU, so sixteen ranks run true on two cores. `run_schedule` hands such stages to
-megatron.core's schedule and times it. As a program it does so for a list of pipelines on the ranks of an emulated
-cluster:
+(`balancing.clock.pace`) and use no CPU, so sixteen ranks keep their timing on two cores. `run_schedule` runs
+megatron.core's schedule on such stages and times it. As a program it does so for a list of pipelines on the ranks of an
+emulated cluster:
 
     python -m benchmarks.emulated ... -- -m benchmarks.emulated.paced '[{"forward": [[0.1], ...], ...}, ...]'
 

@@ -1,13 +1,14 @@
 """The fewest transfers of replicas that bring a known load down to a given imbalance, and transfers by link.
 
-Planners that ship use every slot that costs nothing, since loads differ from their prediction. How few replicas would
-do for a load that is known says what a transfer is worth. A replica whose expert lives in its own node weighs 1, one
-from another node 3, as TAOT (arXiv 2608.03676) counts them.
+The planners of `balancing` use every slot that costs nothing, since loads differ from their prediction. The fewest
+replicas that suffice for a known load show what a transfer is worth. A replica of an expert of the same node weighs 1,
+one from another node 3, as TAOT (arXiv 2608.03676) counts them.
 
-The search is greedy with random restarts. Ranks above the target give their excess away, ranks below it take some.
-Nodes above the target send their surplus to other nodes first, in the largest pieces there are; then each node levels
-itself. A piece is what one replica serves: it goes where it just fits, so that the giver is done, else where most room
-is, so that the taker is done. Replicas that turn out not to be needed are dropped. Results are upper bounds.
+The search is greedy with random restarts. Ranks above the target give their excess to ranks below it. Nodes above the
+target send their surplus to other nodes first, in the largest pieces there are; then each node balances its ranks. A
+piece is the load that one replica serves. It goes to a rank where it just fits, so that the giving rank reaches the
+target, else to the rank with most room, so that the taking rank reaches it. Replicas that turn out not to be needed are
+dropped. Results are upper bounds.
 """
 
 import numpy as np

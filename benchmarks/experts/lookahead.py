@@ -12,11 +12,11 @@ Replicas are then planned from each prediction and the true load is split over t
 - layer's input, layer's output: the router of the next layer, one layer early, for this very micro-batch;
 - known: the load itself.
 
-Drift of 0.2 or 0.3 is put in: every iteration adds other random biases to the router's logits, of a size that makes so
-large a part of all tokens change experts from one iteration to the next (total variation). All predictions of an
-iteration know its biases where they use the router. Each sequence of a micro-batch stands for one expert-parallel rank.
-The figure is the load of the busiest rank over the mean; "off by" is the total variation between prediction and load,
-"sent" how many replicas of a rank were not there a micro-batch before. Takes about 7 minutes on one core, 2 with
+Drift of 0.2 or 0.3 is added: in every iteration, the router's logits get other random biases, so large that this
+fraction of all tokens changes experts from one iteration to the next (total variation). Predictions that use the router
+know the biases of their iteration. Each sequence of a micro-batch stands for one expert-parallel rank. The figure is
+the load of the busiest rank over the mean; "off by" is the total variation between prediction and load, "sent" the
+number of replicas per rank that were not there one micro-batch before. Takes about 7 minutes on one core, 2 with
 --quick.
 """
 

@@ -14,8 +14,8 @@
 - Time: one placement and one split, CPU time of one thread, the best of several; with a GPU, also the split there.
 
 "quota, fewest for 1 %" has the fewest transfers found that would leave 1 % of the load that is planned from
-(`benchmarks.experts.fewest`), which says how many transfers stand behind the robustness of the others. Tables count
-replicas inside a node and between nodes, and weigh them 1 and 3.
+(`benchmarks.experts.fewest`). The difference is the number of transfers that the robustness of the others costs. Tables
+count replicas inside a node and between nodes, and weigh them 1 and 3.
 
 The figure is the load of the busiest rank over the mean. Each row has its ratio to no balancing (none) and to the lower
 bound, at most 1 token over the mean. Nothing is trained; `benchmarks.experts.emulated` measures step times. Takes about

@@ -1,20 +1,20 @@
-"""Share of forced balance by MoE layers of a rank and micro-batches: what transfers of replicas can hide under.
+"""Speed as a share of forced balance, by MoE layers of a rank and number of micro-batches.
 
     python -m benchmarks.experts.regimes [--quick] [--ranks 8|16] [--cells 2x4,4x1] [--modelled] [--json FILE]
 
 With few layers and few micro-batches, transfers have little compute to hide under. Each cell is layers x micro-batches
 with made-up loads that drift from step to step, on the machine of `benchmarks.experts.emulated_workload`:
 
-- modelled, by the cost model that plans (`balancing.experts.cost`): no replicas, the plans of training, and a bound. No
-  placement costs less than the bound: inside a node transfers are free and ranks level, between nodes they fill all
-  NICs evenly, and each keeps most tokens in its node.
-- emulated (`benchmarks.experts.emulated`): no replicas; the same plans with transfers posted whole, in parts by the
-  lengths of compute, and chosen as training does: in parts, but the first layer's gradients whole.
+- modelled, by the planners' cost model (`balancing.experts.cost`): no replicas, the plans of training, and a bound. No
+  placement costs less than the bound. It assumes that inside a node transfers are free and ranks balanced, and that
+  between nodes transfers fill all NICs evenly, and each replica keeps most tokens in its node.
+- emulated (`benchmarks.experts.emulated`): no replicas; the same plans with transfers sent whole, in chunks that fit
+  under compute, and as in training (`chosen`): in chunks, except for the first layer's gradients.
 
 Even loads are 100 %. More is possible, since replicas keep tokens in their node. Emulated experts compute whole tiles,
 modelled ones do not. "Exact" compares plans with the best of all placements where these can be counted: 2 nodes of 2
 ranks, 8 experts, one slot. The full table takes twenty minutes of a quiet machine, --quick three minutes,
---modelled seconds. Exit code 1 where `chosen` is more than a point below the better of whole, in parts and none.
+--modelled seconds. Exit code 1 if `chosen` is more than a point below the best of whole, in parts and none.
 """
 
 import argparse

@@ -1,7 +1,8 @@
-"""Synthetic loads for benchmarks and tests: those that forecasts draw, too, and lognormal ones.
+"""Synthetic loads for benchmarks and tests: those that forecasts use as well, and lognormal ones.
 
-DeepEP's pull request 393 finds that a lognormal fits recorded loads of DeepSeek-V3 best, and vLLM's 57598 draws such
-and bisects them to an imbalance. Fewer experts are very hot than by Zipf's law, and more are somewhat hot.
+DeepEP's pull request 393 finds that a lognormal fits recorded loads of DeepSeek-V3 best. vLLM's 57598 draws lognormal
+loads and scales them to a given imbalance by bisection. Compared with Zipf's law, fewer experts are very hot and more
+are somewhat hot.
 """
 
 import numpy as np

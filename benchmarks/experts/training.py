@@ -4,7 +4,7 @@
 
 A mixture-of-experts GPT with expert parallelism 2 trains on real text (the source of Python's standard library) without
 a load-balancing loss until its experts have specialised, and saves a checkpoint. From there the same steps run with
-`--balance-experts` off and on, in turns, each run in two new processes. Compute and transfers are real; nothing is
+`--balance-experts` off and on alternately, each run in two new processes. Compute and transfers are real; nothing is
 emulated. The ratio to the limit is the load of the busier rank over the mean, 1.0 when both compute equally much.
 """
 

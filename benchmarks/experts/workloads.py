@@ -2,10 +2,10 @@
 
     python -m benchmarks.experts.plans --workloads
 
-The pull request names what each workload isolates, not its numbers, at least where we could read it. These are our
-numbers: hot experts have four times the popularity of others. As there, the popularity follows from workload and step
-alone, and the draws from workload, seed and step. Replicas are placed from the step before, as in training, by every
-planner, and by ours from the step itself, too, which shows what staleness costs.
+The pull request says what each workload isolates; we found no numbers in it. The numbers are ours: hot experts have
+four times the popularity of others. As in the pull request, popularity follows from workload and step alone, and the
+draws from workload, seed and step. Every planner places replicas from the step before, as in training. Ours also places
+them from the step itself, to show the cost of stale loads.
 
 The last two are not of the pull request: popularity by Zipf's law and lognormal, both with a busiest rank of twice the
 mean, since a lognormal fits recorded loads of DeepSeek-V3 best (`benchmarks.experts.synthetic`).

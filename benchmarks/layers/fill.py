@@ -9,11 +9,11 @@ the run; three more models are static:
     DeepSeek-like   3 dense layers, 58 with experts, and a head of 129,280 words (7168 wide, experts of 2048, 8 of 256)
     hybrid          52 layers of a pattern: state-space, feed-forward, and an attention layer every 13
 
-Each is planned with 1, 2 and 3 chunks a stage (`plan_pipeline`) for Megatron's schedule. Columns: share of the bound
-of whole layers (the slowest stage of the best plan, and a pipeline that neither fills nor drains) that Megatron's
-schedule reaches, that the same plan reaches with deferred weight gradients, and that a plan reaches which is refined
-for them; that no schedule of this plan exceeds (`least_seconds`), with any memory; the fullest stage's activations over
-those without deferring; and the gain.
+Each is planned with 1, 2 and 3 chunks a stage (`plan_pipeline`) for Megatron's schedule. The bound of whole layers is
+the slowest stage of the best plan, without warm-up and cool-down of the pipeline. The first columns are shares of this
+bound: Megatron's schedule; the same plan with deferred weight gradients; a plan refined for these; the most that any
+schedule of this plan can reach with any memory (`least_seconds`). Then follow the activations of the fullest stage over
+those without deferring, and the gain.
 
 The weight gradient takes half of the backward of a layer's matrices, nothing of that of attention scores; the head
 computes its own at once. A layer keeps activations in proportion to its forward seconds, nothing if it is frozen.

@@ -4,9 +4,9 @@
 
 Patterns and sizes are published (sources in `MODELS`). Layers cost what `balancing.whatif` counts on H100: attention,
 MLP, MoE and Mamba layers by their shapes, and the head. Steps are simulated with Megatron's own 1F1B schedule. Without
-segments Megatron-LM gives each stage as many layers; its functional tests have segments (|) of their own, which are
-equal, too. "whole layers" is a bound: the slowest stage of any plan, and a pipeline that neither fills nor
-drains. A move is paid for once: "pays after" says after how many steps, at 50 GB/s and 0.25 s for new buffers.
+segments Megatron-LM gives each stage the same number of layers; its functional tests have segments (|), which are
+equal, too. "whole layers" is a bound: the slowest stage of the best plan, without warm-up and cool-down. "pays after"
+is the number of steps after which a move has paid off, at 50 GB/s and 0.25 s for new buffers.
 
 With --emulated the pipelines also run by the clock, over gloo with stages as timed waits. Nothing is trained; takes
 seconds, with --emulated a minute on two idle cores. Exit code 1 if an emulated step is more than 5 % off the simulated.

@@ -6,18 +6,18 @@
 - Training: a run of each of DynMo's six cases on 8 stages, 32 and 48 layers, 32 micro-batches, 4000 iterations of which
   each tenth stands for ten. Costs of layers are modelled (sources in `benchmarks.layers.traces`); steps are simulated
   with Megatron's own 1F1B schedule, and a move costs its bytes at 50 GB/s and 0.25 s for new buffers and optimizer.
-  Balancers have the settings of a training run without flags of its own (`LayerConfig`). Methods:
+  Balancers have their default settings (`LayerConfig`). Methods:
     uniform             equal numbers of layers, for the whole run
     deepspeed           DeepSpeed's partition by parameters, for the whole run
     static              the best single plan for the whole run, by trial; unknown in advance
     diffusion, gate     neighbours exchange layers, if the gate allows the move
     optimal, gate       exact plans, refined by simulation, if the gate allows the move
     oracle              the best known plan of each iteration with its costs known in advance, and free moves
-    uniform, 2 chunks   equal numbers of layers in chunks of Megatron's interleaved schedule, 2, 3 and 4 a stage, which
-                        fills and drains in less time; for the whole run
+    uniform, 2 chunks   equal numbers of layers in chunks of Megatron's interleaved schedule, 2, 3 and 4 a stage, with
+                        a shorter warm-up and cool-down; for the whole run
     optimal, 2 chunks, gate    plans of such chunks, 2, 3 and 4 a stage, refined by simulation, also from the plan in
                         force
-    whole layers        a bound: the least slowest stage of any plan, and a pipeline that never fills or drains
+    whole layers        a bound: the slowest stage of the best plan, without warm-up and cool-down
 - Reach: costs under which the best plan is as far ahead of the uniform one as DynMo's "up to" figure.
 - Re-pack: 6, 4 and 2 stages instead of 8, against DynMo's published rule, first fit by memory.
 - Time: of one plan, processor time of one thread, the quickest of several.

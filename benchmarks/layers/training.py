@@ -5,7 +5,7 @@
 A GPT of 12 layers trains on real text (the source of Python's standard library), and after some steps becomes uneven:
 
 - freezing: the first six layers are frozen, all of the first stage.
-- early exit: about a third of the tokens exit behind the first layer, and nearly all others behind the sixth.
+- early exit: about a third of the tokens exit after the first layer, and nearly all others after the sixth.
 
 The same steps run alternately with Megatron's six layers a stage and with `--balance-layers`, each run in a new pair of
 processes. Real compute, real transfers and real moves; nothing is emulated. Steps are compared before the model

@@ -1,4 +1,4 @@
-"""Sequences of fine-tuning and reinforcement learning over data-parallel ranks, beside what verl and slime do.
+"""Whole sequences of fine-tuning and reinforcement learning over data-parallel ranks, compared with verl and slime.
 
     python -m benchmarks.sequences.data_parallel [--quick] [--json FILE]
 
@@ -6,10 +6,10 @@ A step has whole sequences of different lengths, 8 or 32 data-parallel ranks wit
 tokens for a micro-batch on a rank, which is the longest possible sequence. An 8B model with grouped queries on nodes of
 8 H200. Methods: drawn, verl and slime (`benchmarks/baselines/data_parallel.py` says what each does). Ours keep the
 limit: ranks first (`plan_micro_batches` over ranks, then of each rank over its micro-batches) and balanced
-(`plan_micro_batches` over ranks and micro-batches alike). "+ attention" is what `SequenceBalancer` makes of a deal,
-where tokens stay on their ranks.
+(`plan_micro_batches` over ranks and micro-batches alike). "+ attention" also balances attention, as `SequenceBalancer`
+does; tokens stay on their ranks.
 
-- Tokens: the fullest micro-batch of a rank over the limit. Above 1 the loop's own limit of memory is broken.
+- Tokens: the fullest micro-batch of a rank over the limit. Above 1 the loop exceeds its own limit of memory.
 - Area: query-key pairs of the rank with most of a micro-batch over the mean of its ranks, averaged by pairs.
 - Step: modelled seconds over those of the same work spread evenly, which is the limit. "apart": ranks of a dense model
   meet once a step. "together": they meet in each micro-batch, as expert parallelism, a pipeline and shared attention

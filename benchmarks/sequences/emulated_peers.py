@@ -1,11 +1,11 @@
 """Attention of peers that move keys and values by collectives (`benchmarks.sequences.peers`), on the emulated cluster.
 
-Both call like `balancing.sequences.SequenceAttention` and count the time for which a rank waits for transfers.
+Both are called like `balancing.sequences.SequenceAttention` and measure the time that a rank waits for transfers.
 
-- `AllGather` gathers in two levels: ranks that have the same place in their nodes gather first, so that a key enters a
-  node once and all network cards carry as much; then the ranks of a node hand on what they have. Gradients go back the
-  same way: they are added up in the node, and the sum leaves it once. Inside a node, whose links are not emulated, only
-  the numbers that the kernel reads travel: all others would cost processor time that a GPU does not spend.
+- `AllGather` gathers in two levels: first over the ranks with the same local rank in their nodes, so that a key enters
+  a node once and all network cards carry the same amount; then over the ranks of a node. Gradients go back the same
+  way: they are added up in the node, and the sum leaves it once. Links inside a node are not emulated: only the numbers
+  that the kernel reads are sent there, since all others would cost CPU time that a GPU does not spend.
 - `HeadsAndRing` exchanges tokens for heads inside a node and runs the engine's ring between nodes.
 """
 

@@ -1,4 +1,4 @@
-"""Lengths of documents for benchmarks and tests: those that forecasts draw, too."""
+"""Document lengths for benchmarks and tests: the same as those of forecasts."""
 
 from balancing.whatif.lengths import DISTRIBUTIONS, draw_batch, draw_lengths
 

@@ -1,23 +1,30 @@
-"""Deals of documents over the micro-batches of a step: balance, memory, pipeline step and planning time.
+"""Documents distributed over the micro-batches of a step: balance, memory, pipeline step and planning time.
 
     python -m benchmarks.sequences.micro_batches [--quick] [--emulated] [--lengths FILE] [--sources NAME ...]
 
 Steps of 8 to 64 micro-batches, samples of 32k tokens packed from documents as long as those of published training sets,
 or from recorded lengths; an 8B model with grouped queries on H200 nodes. A micro-batch is one sample on 8 ranks ("1
-sample": one data-parallel replica) or eight on 64 ("8 samples": replicas share their micro-batches). Methods: drawn (as
-Megatron-LM packs), sorted (by length, dealt in turn), differencing (Karmarkar-Karp on squares of lengths, as verl),
-hybrid (Megatron-LM's scheduler of hybrid context parallelism, a micro-batch in the place of each rank), whole (ours,
-where documents of a sample must stay together: samples are dealt, equally many each), balanced (ours, even), slopes
-(ours, as it trains: cheap micro-batches where the pipeline fills and drains; balance and tokens are those for one
-chunk a stage). Only drawn and ours keep a limit of tokens, 1.25 times the mean.
+sample": one data-parallel replica) or eight on 64 ("8 samples": replicas share their micro-batches). Only drawn and our
+methods keep a limit of tokens, 1.25 times the mean. Methods:
 
-- Balance: the most expensive micro-batch over the mean, worst of several steps. "bound" is the least that documents
-  allow, since they are not cut; the ratio to the limit is to it.
+- drawn: as Megatron-LM packs documents.
+- sorted: by length, assigned in turn.
+- differencing: Karmarkar-Karp on squares of lengths, as verl does.
+- hybrid: Megatron-LM's scheduler of hybrid context parallelism, with a micro-batch in the place of each rank.
+- whole: ours if documents of a sample must stay together: samples are distributed, the same number each.
+- balanced: ours, equal micro-batches.
+- slopes: ours, as in training: cheap micro-batches in the warm-up and cool-down of the pipeline. Balance and tokens are
+  those for one chunk a stage.
+
+Columns:
+
+- Balance: the most expensive micro-batch over the mean, worst of several steps. "bound" is the least that is possible
+  without cutting documents; the ratio to the limit is to it.
 - Tokens: the fullest micro-batch over the mean, which is memory.
 - Modelled exchange: as balance, of whole modelled micro-batches planned over their ranks, transfers included.
 - Pipeline: a step of Megatron's 1F1B on 4 stages over that of equal micro-batches, simulated; with 2 chunks, too.
 - Emulated (--emulated): the same step measured on 4 emulated ranks, the median of several turns.
-- Time: of one deal of 16,384 documents, processor time of one thread.
+- Time: CPU time of one thread to distribute 16,384 documents.
 
 Nothing is trained here. Takes about a minute on one core, with --emulated four. Exit code 1 if a row misses its target.
 """

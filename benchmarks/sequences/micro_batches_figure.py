@@ -1,4 +1,4 @@
-"""Draws the pipeline step under each deal of documents, from rows of `benchmarks.sequences.micro_batches --json FILE`.
+"""Draws the pipeline step of each method, from the rows of `benchmarks.sequences.micro_batches --json FILE`.
 
 python -m benchmarks.sequences.micro_batches_figure ROWS.json docs/figures/micro_batches.svg
 """

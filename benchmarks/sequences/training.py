@@ -4,10 +4,10 @@
 
 A GPT with context parallelism 2 trains on documents of real, heavy-tailed length (the source of Python's standard
 library, a token a byte), each attending to itself, with `--balance-sequences`. The same steps run with the planner
-ring, which cuts every document over both ranks as Transformer Engine does, and with chunks, in turns, each run a new
-pair of processes. Real compute and real transfers; nothing is emulated. The ratio to the limit is the step over what is
-left of it without the time in which the rank that waited longest waited for transfers. Plan wait: how long a step
-waited for plans, which the data loader's worker makes ahead, on the same core.
+ring, which cuts every document over both ranks as Transformer Engine does, and with chunks, alternately, each run in a
+new pair of processes. Compute and transfers are real; nothing is emulated. The limit is the step without the time that
+the rank that waits longest waits for transfers. Plan wait: how long a step waits for plans. The data loader's worker
+makes them ahead, on the same core.
 """
 
 import argparse
