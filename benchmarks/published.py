@@ -182,7 +182,7 @@ FIGURES = (
     Figure("README.md", r"layers \| \*\*([\d.]+) times faster\*\* \| ([\d.]+), best layout", "layers, emulated",
            ("gain", "limit"), 0.06),
     Figure("README.md", r"gains (\d+) % \(experts\)", "experts, real", ("saved",), 5),
-    Figure("README.md", r"(\d+) % \(sequences\)", "sequences, real", ("saved",), 3),
+    Figure("README.md", r"(\d+) % \(sequences\)", "sequences, real", ("saved",), 4),
     Figure("README.md", r"(\d+) to (\d+) % \(layers\)", "layers, real", ("least", "most"), 8),
     Figure("README.md", r"each iteration, (\d+) to (\d+) % of imbalance stay", "drift", ("least", "most"), 3),
     Figure("docs/experts.md", r"([\d.]+) times faster \(`prophet` ([\d.]+), FasterMoE's shadowing ([\d.]+)\) \| "
