@@ -166,7 +166,7 @@ RUNS = {
     "forecasts": Run("benchmarks.whatif", (0.1, 0.1), _forecasts),
     "drift": Run("benchmarks.experts.plans", (0.5, 0.5), _experts_drift),
     "layers, emulated": Run("benchmarks.layers.emulated --cases 'early exit'", (1, 2), _layers_emulated),
-    "sequences, emulated": Run("benchmarks.sequences.emulated", (4, 8), _sequences_emulated),
+    "sequences, emulated": Run("benchmarks.sequences.emulated", (3, 8), _sequences_emulated),
     "experts, emulated": Run("benchmarks.experts.emulated --ranks 16", (5, 10), _experts_emulated),
     "sequences, real": Run("benchmarks.sequences.training", (2, 3), _sequences_training),
     "experts, real": Run("benchmarks.experts.training", (4, 6), _experts_training),
