@@ -134,7 +134,7 @@ class History:
     def keep(self, line: Any) -> None:
         """Add one line. Raises KeyError, TypeError or ValueError if it lacks a key of its kind or has wrong values."""
         if not isinstance(line, dict):
-            raise TypeError(f"it is no JSON object but {type(line).__name__}")
+            raise TypeError(f"it is not a JSON object but {type(line).__name__}")
         iteration, key = _number(line, "iteration"), (line["balancer"], line["unit"])
         observed = line["action"] == "observe"
         for name in _STANDARD_NUMBERS + (_NUMBERS.get(key, ()) if observed else ()):

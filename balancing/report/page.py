@@ -35,8 +35,8 @@ from balancing.report.units import byte_count, count, duration, ratio, share
 
 __all__ = ["page", "write_page"]
 
-_IMBALANCE = """All curves at 1 is perfect balance: see which kind is worst, and whether it grows. What a balancer
-gained is between its dashed curve, the same iteration without it, and its solid one."""
+_IMBALANCE = """1 is perfect balance. Look for the highest curve, and for curves that rise. A balancer's gain is the
+distance from its dashed curve (the same iteration without the balancer) to its solid curve."""
 
 _ALONE = "one rank has none to be compared with"
 
@@ -192,13 +192,13 @@ def _time(summary: Summary) -> _Figure:
         return _left_out(title, "no step was timed")
     if summary.ranks.rank.size == 1:
         return _left_out(title, f"{_ALONE}; it was busy for {duration(summary.rank.value)} of a step")
-    before = "" if summary.move is None else " Dashed is how long a rank was busy before layers moved."
+    before = "" if summary.move is None else " Dashed boxes are busy times before layers moved."
     return _figure(
         title,
         figures.rank_time(summary.ranks, summary.move.rank_before if summary.move else None),
-        f"The typical step: bars above the dotted mean set the pace, and the slowest, "
-        f"{rank_name(summary, summary.rank.which)}, is red; grey is idle time, {share(summary.bubble or 0.0)} of all."
-        f"{before}",
+        f"The typical step. Bars above the dotted mean set the pace; the slowest, "
+        f"{rank_name(summary, summary.rank.which)}, is red. Grey is idle time, {share(summary.bubble or 0.0)} of all "
+        f"rank time.{before}",
     )
 
 
@@ -222,13 +222,13 @@ def _experts(summary: Summary) -> _Figure:
     if max(each.size for each in ranks.values()) > 1:
         if homes:
             caption += (
-                " Replicas do not change what routers ask for but which expert-parallel (EP) rank serves it: before is "
-                "with every expert at home, after with replicas, in colours that end at the fullest rank."
+                " Replicas change which expert-parallel (EP) rank computes a token, not which expert. Before: every "
+                "expert on its home rank. After: with replicas. Their colours end at the fullest rank."
             )
             if frozen := [layer for layer in sorted(homes) if np.array_equal(homes[layer], ranks[layer])]:
                 names = f"Layer{'s' if len(frozen) > 1 else ''} {', '.join(map(str, frozen))}"
                 caption += f" {names} had no replicas: frozen, or nothing to gain."
-        caption += " On the right, how far the fullest EP rank, which the others wait for, is over the mean."
+        caption += " On the right: the fullest EP rank over the mean. The other ranks wait for it."
     return _figure(title, figures.expert_heat(summary.share_experts, ranks, homes), caption)
 
 
@@ -239,9 +239,9 @@ def _attention(summary: Summary) -> Iterator[_Figure]:
     yield _figure(
         "Attention of ranks in a micro-batch",
         figures.rank_attention(before, after),
-        "Context-parallel ranks wait for one another in every layer of every micro-batch, so bars at the dotted mean "
-        f"are what counts. As Megatron-LM cuts a batch the fullest rank would have {ratio(before.max())} the mean, and "
-        f"it had {ratio(after.max())}.",
+        "Context-parallel ranks wait for one another in every layer of every micro-batch, so all bars should reach "
+        f"the dotted mean and none exceed it. The fullest rank had {ratio(after.max())} the mean; as Megatron-LM cuts "
+        f"a batch, it would have {ratio(before.max())}.",
     )
 
 
@@ -256,8 +256,8 @@ def _work(summary: Summary) -> _Figure:
         title,
         figures.rank_work(summary.ranks),
         "Medians over steps. Ranks with equal tokens can differ in attention, since a document of l tokens has "
-        f"l (l + 1) / 2 pairs. In a typical step the fullest rank, whichever it is, has "
-        f"{ratio(summary.tokens.typical)} the mean tokens and {ratio(summary.area.typical)} the mean attention area.",
+        f"l (l + 1) / 2 pairs. In a typical step the fullest rank has {ratio(summary.tokens.typical)} the mean tokens "
+        f"and {ratio(summary.area.typical)} the mean attention area.",
     )
 
 

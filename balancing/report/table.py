@@ -46,9 +46,9 @@ def print_summary(summary: Summary, file: TextIO | None = None) -> None:
         _print_table(console, head, rows)
     if summary.estimates:
         console.print(
-            "Typical: max / mean of the median step, whoever has most in it; before: without the balancer that is on. "
-            'Step times are estimates from measured device time; gains overlap and must not be added, and "at best" '
-            "marks the most that can be had.",
+            "Typical: max / mean of the median step, whoever has most in it. Before: the same without the balancer "
+            "that is on. Step times are estimates from measured device time. Gains overlap and must not be added. "
+            '"At best" marks an upper bound of the gain.',
             style="dim",
         )
     _print_table(console, ACTIONS, action_rows(summary))

@@ -28,7 +28,7 @@ class SequenceConfig:
     micro_batches: bool = setting(
         False,
         "Distribute the documents of a step over its micro-batches, so that pipeline stages wait less. A micro-batch "
-        "gets at most 1.25 times its tokens, or what token_capacity allows. With router losses or fp8, whole "
+        "gets at most 1.25 times its tokens, or as many as token_capacity allows. With router losses or fp8, whole "
         "micro-batches are reordered instead. Losses do not change.",
         flag="--sequence-micro-batches",
     )
@@ -42,8 +42,8 @@ class SequenceConfig:
     token_capacity: int = setting(0, "Most tokens that a rank may hold in attention; 0 is no limit.", least=0)
     routing: int = setting(
         0,
-        "Ranks of a node that share a transfer to another node, so that all its NICs carry a part of it: 0 leaves the "
-        "number to the cost model, with 1 none share.",
+        "Number of ranks of a node that share a transfer to another node, so that each of the node's NICs carries a "
+        "part. 0: the cost model chooses. 1: no sharing.",
         least=0,
     )
 

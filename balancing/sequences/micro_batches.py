@@ -134,7 +134,7 @@ def plan_micro_batches(
     """
     checked = checked_lengths(lengths)
     if not 1 <= micro_batches <= len(checked):
-        raise ValueError(f"{len(checked)} documents do not fill {micro_batches} micro-batches; each takes one at least")
+        raise ValueError(f"{len(checked)} documents do not fill {micro_batches} micro-batches; each takes at least one")
     tokens = np.array(checked, dtype=np.int64)
     seconds = document_seconds(tokens, cluster, shape)
     start = None if drawn is None else np.asarray(drawn, dtype=np.int64)

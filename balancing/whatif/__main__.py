@@ -1,7 +1,7 @@
 """python -m balancing.whatif: forecast a job's step without balancing, with each balancer and with all of them.
 
-From a recorded run, DIR of --balance-report, or from Megatron-LM's flags behind --, with --cluster and --gpus. Nothing
-runs and no GPU is needed. The last lines say how far to trust the figures.
+The forecast is made from a recorded run (DIR of --balance-report), or from Megatron-LM's flags after --, with --cluster
+and --gpus. Nothing is trained and no GPU is needed. The last lines say how far to trust the figures.
 """
 
 import argparse
@@ -33,8 +33,8 @@ __all__ = ["main"]
 
 _HEAD = ("GPUs", "balancer", "step", "saves", "bubble", "layers", "sequences", "experts", "memory", "GPU-hours")
 _MOCK = (
-    "Loads of experts are as skewed as --routing says. Skew of training on mock tokens is no guide: they overstate it, "
-    "up to 2.35 times in the Gini coefficient, which is 0.105 to over 0.24 on real text (DODOCO, arXiv 2605.20982)."
+    "The skew of experts is that of --routing. Do not take it from training on mock tokens: they overstate it, up to "
+    "2.35 times in the Gini coefficient. On real text the coefficient is 0.105 to over 0.24 (DODOCO, arXiv 2605.20982)."
 )
 _ROUTING = "dodoco-mha"
 _MOST = 10**9  # iterations
@@ -100,7 +100,7 @@ def _inputs(options: argparse.Namespace) -> list[Path]:
 def _forecasts(options: argparse.Namespace, flags: list[str]) -> tuple[str, list[list[Forecast]], list[str]]:
     """The title, the forecasts for each number of GPUs, and notes."""
     if (options.directory is not None) == bool(flags):
-        raise ValueError("give either DIR or Megatron-LM's flags behind --")
+        raise ValueError("give either DIR or Megatron-LM's flags after --")
     gpus = _numbers(options.gpus)
     if options.directory is not None:
         groups, notes = forecast_recorded(read_history(options.directory), gpus, options.iterations)
@@ -138,7 +138,7 @@ def _forecasts(options: argparse.Namespace, flags: list[str]) -> tuple[str, list
         raise ValueError(refused[0].removeprefix("Left out: ").rstrip("."))
     notes = [*refused, f"The balanced step is a model fitted to published runs; {FITTED_ERROR}."]
     if job.vocab_size is None:
-        notes.append(f"Without --vocab-size a vocabulary of {job.vocabulary:,} is taken.")
+        notes.append(f"--vocab-size is not given; a vocabulary of {job.vocabulary:,} is assumed.")
     if job.num_experts:
         notes.append(_MOCK)
     if job.freeze_layers:
@@ -225,8 +225,8 @@ def _print(title: str, groups: Sequence[Sequence[Forecast]], verdicts: Sequence[
         table.add_row(*row)
     console.print(table)
     console.print(
-        "Imbalance is max / mean, 1.00 is perfect: of pipeline stages, of ranks that share micro-batches in "
-        "attention, of expert-parallel ranks in tokens.",
+        "layers, sequences and experts are imbalance, max / mean, so 1.00 is perfect: of pipeline stages in time, of "
+        "ranks that share micro-batches in attention, of expert-parallel ranks in tokens.",
         style="dim",
     )
     for note in (*_off(groups), *notes):

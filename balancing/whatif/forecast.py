@@ -108,7 +108,7 @@ def forecast_loads(model: StepModel, experts: ExpertLoads | None, sequences: Seq
         one = _scenario(model, balancer, on, experts, sequences)
         off = _nothing_to_do(model, balancer, sequences is not None)
         if not off and found and one.step_seconds >= found[0].step_seconds * (1 - 1e-6):
-            off = "no plan is quicker than none"
+            off = "no plan makes the step quicker"
         if off and found and balancer != "all":
             one = replace(found[0], balancer=balancer)
         found.append(replace(one, off=off))
@@ -252,11 +252,11 @@ def verdict(found: Sequence[Forecast]) -> str:
     best = max(gains, key=lambda name: (round(gains[name], 4), name == "all"))
     if gains[best] < WORTH:
         return (
-            f"On {none.gpus:,} GPUs balancing is not worth it: at best it saves {gains[best]:.1%} of a step, less than "
-            f"the {WORTH:.0%} from which it is."
+            f"On {none.gpus:,} GPUs balancing is not worth it: at best it saves {gains[best]:.1%} of a step, and less "
+            f"than {WORTH:.0%} is not worth a flag."
         )
     worth = [name for name in _FLAGS if gains.get(name, 0.0) >= WORTH]
-    flags = ", ".join(f"{_FLAGS[name]} ({gains[name]:.0%})" for name in worth) or "all of them together only"
+    flags = ", ".join(f"{_FLAGS[name]} ({gains[name]:.0%})" for name in worth) or "only all of them together"
     hours = ""
     if none.gpu_hours is not None and none.gpu_hours >= 1:
         hours = f", {none.gpu_hours * gains[best]:,.0f} GPU-hours of {none.gpu_hours:,.0f}"

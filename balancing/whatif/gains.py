@@ -170,7 +170,7 @@ def _loads(
     if isinstance(routing, LoadTrace):
         counts = routing.on_ranks(ranks)
         if len(counts) < 2:
-            raise ValueError("one record tells nothing of the next; the trace needs at least two")
+            raise ValueError("the trace has one record; it takes at least two, one to plan from and the next to use it")
         pick = np.unique(np.linspace(0, counts.shape[2] - 1, _LAYERS).astype(int))
         at = len(counts) // 2
         # The record may have other numbers of tokens than the job. A placement is made for the mean micro-batch of a

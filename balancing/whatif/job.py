@@ -118,7 +118,7 @@ class Job:
         if self.sequence_domain not in ("auto", "context", "data"):
             raise ValueError(f"--sequence-domain {self.sequence_domain}; use auto, context or data")
         if self.freeze_layers > self.num_layers:
-            raise ValueError(f"--freeze-layers {self.freeze_layers} of --num-layers {self.num_layers}: there are fewer")
+            raise ValueError(f"--freeze-layers {self.freeze_layers} is more than --num-layers {self.num_layers}")
         if not self.gpus:
             return
         layers = self.pipeline_model_parallel_size * self.tensor_model_parallel_size * self.context_parallel_size
@@ -239,7 +239,9 @@ class Job:
                     f"{given} has {symbol} ({KINDS[symbol]}), a kind of layer that the forecast does not know"
                 )
         if pattern.depths:
-            raise ValueError(f"{given} has prediction behind /, which the forecast does not know; leave it out")
+            raise ValueError(
+                f"{given} has multi-token prediction after /, which the forecast does not know; leave it out"
+            )
         if pattern.has("E") != bool(self.num_experts):
             raise ValueError(
                 f"{given} and --num-experts {self.num_experts} do not go together: E is a layer of experts"
@@ -273,8 +275,9 @@ class Job:
         if isinstance(pattern, int):
             return np.arange(self.num_layers) % pattern == 0
         if len(pattern) != self.num_layers:
-            raise ValueError(f"--moe-layer-freq {self.moe_layer_freq} tells of {len(pattern)} layers, not of "
-                             f"{self.num_layers}")  # fmt: skip
+            raise ValueError(
+                f"--moe-layer-freq {self.moe_layer_freq} has {len(pattern)} entries for {self.num_layers} layers"
+            )
         return np.array(pattern, dtype=bool)
 
     @property
@@ -399,7 +402,7 @@ def read_flags(arguments: Sequence[str]) -> Job:
         values["multi_latent_attention"] |= pattern.has("+")
     missing = [_flag(name) for name in _REQUIRED if values[name] is None]
     if missing:
-        raise ValueError(f"the job lacks {', '.join(missing)}; give Megatron-LM's flags behind --")
+        raise ValueError(f"the job lacks {', '.join(missing)}; give Megatron-LM's flags after --")
     return Job(**values)
 
 

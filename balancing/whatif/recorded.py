@@ -49,13 +49,14 @@ def forecast_recorded(
     attention = summary.attention_before if summary.attention_after is None else summary.attention_after
     fullest = 1.0 if attention is None or not len(attention) else float(np.max(attention))
     notes = [
-        f"Measured: {recorded} ranks, {run.step_seconds:.3g} s a step. Even sequences are taken to be perfectly even."
+        f"Measured: {recorded} ranks, {run.step_seconds:.3g} s a step. Balanced sequences are assumed to be perfectly "
+        "even."
     ]
     if history.damage:
         notes.append(f"{history.damage}.")
     if summary.gains:
         names = ", ".join(gain.balancer for gain in summary.gains)
-        notes.append(f"The run was balanced ({names}), so none means what was on stays on.")
+        notes.append(f"The run was balanced ({names}). These balancers stay on in every row, also in that of none.")
     imbalance = {"experts": (before, after), "sequences": (fullest, 1.0)}
     groups = [_group(run, number, recorded, saved, imbalance, iterations) for number in gpus or [recorded]]
     return groups, notes
@@ -129,6 +130,6 @@ def _group(
         found.append(Forecast(
             gpus, name, step, idles[name], float(loads.max() / loads.mean()),
             uneven["sequences"], uneven["experts"], memory, hours,
-            "" if name == "none" or gain[name] > 0 else "nothing to gain in the record",
+            "" if name == "none" or gain[name] > 0 else "nothing to gain in the recorded run",
         ))  # fmt: skip
     return found

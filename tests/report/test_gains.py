@@ -152,7 +152,7 @@ def test_page_shows_before_and_after(history):
         "One iteration on the clock, before layers moved", "One iteration on the clock, after layers moved",
     ):  # fmt: skip
         assert f"<h2>{title}</h2>" in text
-    assert "the fullest rank would have 1.50x the mean, and it had 1.01x" in text
+    assert "The fullest rank had 1.01x the mean; as Megatron-LM cuts a batch, it would have 1.50x." in text
 
 
 def test_nothing_of_this_without_a_balancer(tmp_path):

@@ -157,7 +157,7 @@ def test_frozen_layers_idle_the_first_stages_until_layers_move():
     few = shorter(model, 0.4)
     assert few is not None and few.stages < 8 and few.throughput >= 0.4
     assert shorter(model, 0.99) is None
-    with pytest.raises(ValueError, match="--freeze-layers 33 of --num-layers 32"):
+    with pytest.raises(ValueError, match="--freeze-layers 33 is more than --num-layers 32"):
         told(f"{flags} 33", 8)
 
 
