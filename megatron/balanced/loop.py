@@ -200,9 +200,9 @@ class LayerBalancer(StepCallback):
                 f"layers cannot move with an optimizer of class {type(optimizer).__name__}; use get_megatron_optimizer"
             )
         if model.pipeline_model_parallel_size == 1:
-            raise ValueError("layers have one pipeline stage to be on; drop the balancer")
+            raise ValueError("layers cannot move, since there is only one pipeline stage; drop the LayerBalancer")
         if config.repacks:
-            raise ValueError("only pretrain_gpt.py makes a pipeline shorter; leave the settings of repacking out")
+            raise ValueError("only pretrain_gpt.py can shorten the pipeline; leave the settings of repacking out")
         self.chunks, self._moves, self._steps = list(chunks), moves, 0
         self._micro_batches: tuple[int, ...] = ()  # of the last two schedules; the earlier one has been measured
         self._observer, self.beside = Observer(measures=True), [self]  # `beside`: all balancers, told of moves
@@ -226,8 +226,8 @@ class LayerBalancer(StepCallback):
             raise ValueError(f"the planner {config.planner} plans one chunk a stage, not {plan.virtual}; use optimal")
         if config.planner in ONE_CHUNK and plan.behind:
             raise ValueError(
-                f"the planner {config.planner} cannot leave stages behind multi-token prediction without layers; use "
-                "optimal"
+                f"the planner {config.planner} does not support stages without layers behind multi-token prediction; "
+                "use optimal"
             )
         self._observer.attach(self.chunks)
         self._hooks = [

@@ -252,7 +252,7 @@ def _read_layouts() -> list[str]:
 def test_a_layout_of_another_hybrid_model_is_refused(pool):
     ((read, other, chunks, undivided, unknown),) = pool.run(1, _read_layouts)
     assert read == "M-*EM|-*E"
-    assert "M-*E|M-*M has other layers than the model, M-*E|M-*E; move | alone" in other
-    assert "has 2 chunks a stage, and the model 1; keep as many |" in chunks
+    assert "M-*E|M-*M has other layers than the model, M-*E|M-*E; only move |" in other
+    assert "has 2 chunks a stage, and the model 1; keep the number of |" in chunks
     assert "3 segments" in undivided and "'Q'" in unknown
     assert not any("\n" in line for line in (other, chunks, undivided, unknown))

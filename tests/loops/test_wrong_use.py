@@ -92,12 +92,12 @@ def _refusals() -> dict[str, str]:
 
 EXPECTED = {
     "unwrapped": "GPTModel cannot be balanced; wrap it in megatron.core's DistributedDataParallel",
-    "fsdp": "FullyShardedDataParallel cannot be balanced, which shards",
-    "fsdp2": "TorchFullyShardedDataParallel cannot be balanced, which shards",
+    "fsdp": "FullyShardedDataParallel cannot be balanced, since it shards",
+    "fsdp2": "TorchFullyShardedDataParallel cannot be balanced, since it shards",
     "fsdp of the config": "LayerBalancer is incompatible with use_megatron_fsdp=True",
-    "echo": "moe_enable_echo=True: Megatron-LM balances experts itself then; drop it",
-    "scheduler": "moe_enable_scheduler=True: Megatron-LM balances experts itself then; drop it",
-    "moonep": "moe_flex_dispatcher_backend=moonep: Megatron-LM balances experts itself then; use deepep",
+    "echo": "moe_enable_echo=True: with it Megatron-LM balances experts itself; drop it",
+    "scheduler": "moe_enable_scheduler=True: with it Megatron-LM balances experts itself; drop it",
+    "moonep": "moe_flex_dispatcher_backend=moonep: with it Megatron-LM balances experts itself; use deepep",
     "grouped weight": "moe_single_grouped_weight=True",
     "delayed scaling": "use tensorwise, blockwise or mxfp8",
     "graphs": "ExpertBalancer is incompatible with cuda_graph_impl=full_iteration",
@@ -110,7 +110,7 @@ EXPECTED = {
     "offload": "optimizer_cpu_offload=True: it keeps optimizer state on the host; use use_distributed_optimizer",
     "main parameters": "main_params_dtype=fp16",
     "torch's optimizer": "optimizer of class Adam; use get_megatron_optimizer",
-    "one stage": "layers have one pipeline stage to be on; drop the balancer",
+    "one stage": "layers cannot move, since there is only one pipeline stage; drop the LayerBalancer",
     "dropout": "attention_dropout=0.1",
     "a second one": "the model has a balancer of class ExpertBalancer already; close() its Balancers",
     "a second one of sequences": "a balancer of class SequenceBalancer already",
@@ -149,4 +149,4 @@ def _groups_that_do_not_fit() -> list[str]:
 def test_groups_that_do_not_fit_are_named(pool):
     ((alone, without),) = pool.run(1, _groups_that_do_not_fit)
     assert "the expert-parallel group is one rank, which has all experts; drop the ExpertBalancer" in alone
-    assert "has no process groups, which balancers take; call initialize_model_parallel" in without
+    assert "has no process groups, but balancers use them; call initialize_model_parallel" in without

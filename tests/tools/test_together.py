@@ -97,4 +97,4 @@ def test_the_demonstration_ends_with_a_picture(tmp_path):
     assert [line.split()[0] for line in done.stdout.splitlines()] == ["8", "layers", "all"]
     assert (tmp_path / "together.png").read_bytes()[:4] == b"\x89PNG"
     assert (tmp_path / "all/report/trace.json").exists()
-    assert "layers now lie as" in "".join(path.read_text() for path in (tmp_path / "all").glob("rank_*.log"))
+    assert "layers moved to" in "".join(path.read_text() for path in (tmp_path / "all").glob("rank_*.log"))

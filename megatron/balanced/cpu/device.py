@@ -72,8 +72,8 @@ def _check_local_rank() -> None:
     rank, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if rank >= count:
         raise LocalError(
-            f"LOCAL_RANK {rank} has no GPU, for {count} are visible; start at most {count} ranks a node, or for "
-            "several ranks on a GPU set NCCL_MULTI_RANK_GPU_ENABLE=1 and LOCAL_RANK=0 for all of them"
+            f"LOCAL_RANK {rank} has no GPU, since only {count} are visible; start at most {count} ranks a node, or to "
+            "share a GPU set NCCL_MULTI_RANK_GPU_ENABLE=1 and LOCAL_RANK=0 for all ranks"
         )
 
 

@@ -181,4 +181,4 @@ class ExpertChunk:
 
     def end_backward(self) -> None:
         self.slots.end_step()
-        assert not self._waiting, "gradients were not handed on"
+        assert not self._waiting, "gradients were not passed on"

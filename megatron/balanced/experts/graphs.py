@@ -32,8 +32,8 @@ def check_kernels(layers: Iterable[Any]) -> None:
     """
     if not all(kernels_split(layer.placement, layer.device) for layer in layers):
         raise ValueError(
-            "--balance-experts is incompatible with --cuda-graph-impl full_iteration where Triton's kernels, which "
-            "divide tokens on the GPU, do not work (a warning says why); use --cuda-graph-impl none"
+            "--balance-experts with --cuda-graph-impl full_iteration splits tokens with Triton's kernels, which do not "
+            "work here (a warning says why); use --cuda-graph-impl none"
         )
 
 

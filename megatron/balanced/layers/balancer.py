@@ -113,7 +113,7 @@ class LayerBalancer(StepCallback):
             raise ValueError("no layer was measured yet; train some steps first")
         plan, now, then = self._planner.advise()
         text = self._source.text(plan)
-        print_once(f"> {self._source.flag} '{text}' takes {1 - then / now:.1%} off a step by prediction")
+        print_once(f"> {self._source.flag} '{text}' is predicted to make a step {1 - then / now:.1%} shorter")
         return text
 
     def _carry_out(self, choice: Choice) -> None:
@@ -122,8 +122,8 @@ class LayerBalancer(StepCallback):
             self._observer.stop_measuring()
             now, then = choice.predicted
             print_once(
-                f"> layers settle as {self._source.flag} '{self._source.text(choice.plan)}', which takes "
-                f"{1 - then / now:.1%} off a step by prediction ({choice.reason})"
+                f"> final layout: {self._source.flag} '{self._source.text(choice.plan)}', predicted to make a step "
+                f"{1 - then / now:.1%} shorter ({choice.reason})"
             )
         before = self.mover.plan
         if choice.plan.chunks == before.chunks:
@@ -152,7 +152,7 @@ class LayerBalancer(StepCallback):
         if dist.get_rank():
             return
         if moved is not None:
-            print(f"> layers now lie as {self._source.text(choice.plan)}: {choice.reason}", flush=True)
+            print(f"> layers moved to {self._source.text(choice.plan)}: {choice.reason}", flush=True)
         self._report(decision_event(self.iteration, self._config, choice, before, moved, self._source.text))
 
     def _report_release(self, before: StagePlan, moved: Moved) -> None:
@@ -160,7 +160,7 @@ class LayerBalancer(StepCallback):
         if dist.get_rank():
             return
         freed = dist.get_world_size() // plan.stages * (before.stages - plan.stages)
-        print_once(f"> {plan.stages} of {before.stages} pipeline stages go on, {freed} ranks left the job")
+        print_once(f"> the pipeline has {plan.stages} instead of {before.stages} stages; {freed} ranks left the job")
         cost = costs.cost if costs.iterations else None
         reason, shown = self._repacker.reason, self._source.text
         released = release_event(self.iteration, before, plan, cost, moved, reason, shown)

@@ -56,7 +56,7 @@ class FilledSchedule:
         self._advance("backward")
 
     def _advance(self, kind: str) -> None:
-        assert self._next < len(self._kinds) and self._kinds[self._next] == kind, "the schedule has another order"
+        assert self._next < len(self._kinds) and self._kinds[self._next] == kind, "the passes run in another order"
         self._next += 1
 
 

@@ -55,9 +55,11 @@ class LayerSource:
         found, own = read_pattern(text), read_pattern(self.pattern)
         plan = found.plan(now.stages)
         if (found.symbols, found.prediction, found.depths) != (own.symbols, own.prediction, own.depths):
-            raise ValueError(f"{text} has other layers than the model, {self.pattern}; move | alone")
+            raise ValueError(f"{text} has other layers than the model, {self.pattern}; only move |")
         if plan.virtual != now.virtual:
-            raise ValueError(f"{text} has {plan.virtual} chunks a stage, and the model {now.virtual}; keep as many |")
+            raise ValueError(
+                f"{text} has {plan.virtual} chunks a stage, and the model {now.virtual}; keep the number of |"
+            )
         return plan
 
     def set_layout(self, plan: StagePlan, chunks: Iterable[torch.nn.Module]) -> None:

@@ -97,7 +97,7 @@ class WeightGradients:
 
     def defer(self, on: bool) -> None:
         """Set whether backward passes from now on defer their weight gradients."""
-        assert on or not self._deferred, "weight gradients are left"
+        assert on or not self._deferred, "deferred weight gradients were not computed"
         self._defers = on
 
     def compute(self, pieces: int) -> None:

@@ -115,6 +115,6 @@ def _overrides(config: Any, chunks: Any) -> Any:
     from megatron.bridge.training.config import OptimizerConfigOverrideProviderContext as Context
 
     if getattr(config.model, "use_mup", False):
-        raise ValueError("layers do not move with use_mup in Megatron-Bridge; leave one of them out")
+        raise ValueError("layers cannot move with use_mup in Megatron-Bridge; drop use_mup or the settings of layers")
     found = Context(config.scheduler, config.optimizer, chunks)
     return config.optimizer_config_override_provider.build_config_overrides(found)

@@ -27,7 +27,7 @@ class BeforeStep:
             return
         if getattr(args, "offload_train", False):
             raise ValueError(
-                "--offload-train ends connections between ranks that balancers go on using; train without --colocate"
+                "--offload-train closes connections between ranks that balancers still need; train without --colocate"
             )
         job = Job(args.seq_length, args.micro_batch_size, args.distributed_timeout_minutes)
         self.balancers[id(model[0])] = (self._choice or Choice.of_environment()).around(model, job)

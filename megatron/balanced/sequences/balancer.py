@@ -408,7 +408,7 @@ class SequenceBalancer(StepCallback):
     def _samples(self, plan: SequencePlan) -> list[int]:
         """[document], its sample, numbered within the micro-batch. Where router losses are accepted, samples are full
         and in order."""
-        assert int(plan.linear_tokens.min()) == int(plan.linear_tokens.max()), "a row is no token"
+        assert int(plan.linear_tokens.min()) == int(plan.linear_tokens.max()), "ranks have different numbers of tokens"
         return [
             (stop - length) // self._job.seq_length
             for stop, length in zip(accumulate(plan.lengths), plan.lengths, strict=True)

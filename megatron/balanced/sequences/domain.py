@@ -70,8 +70,8 @@ class Domain:
             return [Sample(index, 0) for index in indices]
         size = len(indices)
         first = indices[0] - (self.group * self.origins + self.origin) * size
-        assert list(indices) == list(range(indices[0], indices[0] + size)), "samples of a rank follow each other"
-        assert first >= 0, "samples of data-parallel ranks follow each other"
+        assert list(indices) == list(range(indices[0], indices[0] + size)), "samples of a rank must be consecutive"
+        assert first >= 0, "samples of data-parallel ranks must be consecutive"
         members: Sequence[int] = range(self.group * self.origins, (self.group + 1) * self.origins)
         if self.groups > 1:
             number = self.groups * self.origins

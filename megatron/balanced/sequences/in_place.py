@@ -128,7 +128,7 @@ class AttentionBalancer(StepCallback):
         if len({*numbers}) > 1:
             raise ValueError(
                 f"ranks {dist.get_process_group_ranks(self._process_group)} run {numbers} micro-batches; balanced "
-                'sequences need as many on each of them, or domain "context"'
+                'sequences need the same number on each rank, or domain "context"'
             )
         self._known, self._step = {}, []
         for core in self._modules:
@@ -196,7 +196,7 @@ class AttentionBalancer(StepCallback):
     def _attentions(self, packed: PackedSeqParams, chunk: int, device: torch.device) -> _Attentions:
         """The attention of a micro-batch, planned by all ranks of the domain together."""
         if packed.local_cp_size is not None:
-            raise ValueError("micro-batches with context-parallel sizes of their own are not balanced; use one size")
+            raise ValueError("micro-batches of different context-parallel sizes cannot be balanced; use one size")
         ends = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
         own = tuple(stop - start for start, stop in pairwise(ends.tolist()) if stop > start)
         ways = self._domain.ranks // self._domain.origins
@@ -224,7 +224,7 @@ def _self_attentions(model: torch.nn.Module) -> list[Any]:
     """The modules of self-attention of a model chunk. Raises ValueError if a setting of them is not supported."""
     for module in model.modules():
         if isinstance(module, MultiLatentAttention):
-            raise ValueError("multi-latent attention is balanced in pretrain_gpt.py alone; drop the SequenceBalancer")
+            raise ValueError("only pretrain_gpt.py balances multi-latent attention; drop the SequenceBalancer")
     found = [module for module in model.modules() if isinstance(module, SelfAttention)]
     for module in found:
         config = module.config
@@ -235,9 +235,12 @@ def _self_attentions(model: torch.nn.Module) -> list[Any]:
         }
         for name, value in refused.items():
             if value:
-                raise ValueError(f"{name}={value} is not possible with balanced sequences; switch it off")
+                raise ValueError(f"{name}={value} is incompatible with balanced sequences; switch it off")
         if config.cuda_graph_impl != "none":
-            raise ValueError(f"sequences that differ are in no CUDA graph (cuda_graph_impl={config.cuda_graph_impl})")
+            raise ValueError(
+                f"balanced sequences are incompatible with cuda_graph_impl={config.cuda_graph_impl}: a graph repeats "
+                "the lengths that it captured; use none"
+            )
     return found
 
 

@@ -43,7 +43,7 @@ def expect(rows: Sequence[int], config: Any) -> None:
 
 def expect_one_size() -> None:
     """End the step, in which all messages must have come. Messages of validation have one size."""
-    assert not any(_expected.values()), "fewer messages between stages came than the schedule has"
+    assert not any(_expected.values()), "fewer messages came from other stages than the schedule has"
     _expected.clear()
 
 

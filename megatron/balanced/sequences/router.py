@@ -50,7 +50,7 @@ class PackedRouter(TopKRouter):
     ) -> torch.Tensor:
         rows = len(routing_map)
         samples, rest = divmod(rows * self.tp_group.size(), self._tokens_per_sample)
-        assert bsz == 1 and not rest, f"{rows} rows are no samples of {self._tokens_per_sample} tokens"
+        assert bsz == 1 and not rest, f"{rows} rows cannot be split into samples of {self._tokens_per_sample} tokens"
         first = self.tp_group.rank() * rows
         sample = torch.arange(first, first + rows, device=routing_map.device) // self._tokens_per_sample
         found = scores_for_aux_loss, routing_map

@@ -116,10 +116,10 @@ _LOGITS = "it reads attention scores, of which each rank has only a part"
 _BUILDS = "it builds layers that cannot move yet"
 _SEGMENTS = "the segments of the pattern, between |, say which stage has which layers"
 _COUNTS = "it counts the layers of a stage in advance"
-_LEAVE = "it takes ranks that leave for failed ones"
-_DROPS = "it drops tokens by the others on their rank"
+_LEAVE = "it treats ranks that leave as failed"
+_DROPS = "which tokens it drops depends on the other tokens of their rank"
 _STEPS = "documents are distributed over the micro-batches of a step, and steps must have one size"
-_SCALES = "it is stored with a scale for each shard, and a move cuts other shards"
+_SCALES = "it is stored with a scale for each shard, and a move changes the shards"
 _IN_PARTS = "it steps the optimizer in parts, and weights must be complete between steps"
 
 INCOMPATIBLE: tuple[Incompatible, ...] = (
@@ -144,7 +144,7 @@ INCOMPATIBLE: tuple[Incompatible, ...] = (
     Incompatible("heterogeneous_layers_config_path", _OFF, (HYBRID,), "the pattern says what layers are"),
     Incompatible("heterogeneous_layers_config_encoded_json", _OFF, (HYBRID,), "the pattern says what layers are"),
     Incompatible("overlap_moe_expert_parallel_comm", _OFF, (HYBRID,),
-                 "Megatron-LM runs the layers of GPT models alone in parts"),
+                 "Megatron-LM only runs layers of GPT models in parts"),
     Incompatible("moe_use_upcycling", _OFF, (HYBRID,), "it upcycles GPT models"),
     Incompatible("heterogeneous_layers_config_path", _OFF, (LAYERS,), _BUILDS),
     Incompatible("heterogeneous_layers_config_encoded_json", _OFF, (LAYERS,), _BUILDS),
@@ -166,7 +166,7 @@ INCOMPATIBLE: tuple[Incompatible, ...] = (
     Incompatible("moe_pad_expert_input_to_capacity", _OFF, (EXPERTS,),
                  "it pads logical experts, and replicas would take the padding for tokens",
                  "use --moe-expert-capacity-factor without it"),
-    Incompatible("moe_ncclep_static_shape", _OFF, (EXPERTS,), "experts get rows beyond their tokens"),
+    Incompatible("moe_ncclep_static_shape", _OFF, (EXPERTS,), "it passes experts more rows than they have tokens"),
     Incompatible("moe_routing_trace_path", _OFF, (LAYERS,), "it records routers that a move replaces",
                  "use --balance-report"),
     # Attention, positions and data
@@ -174,7 +174,7 @@ INCOMPATIBLE: tuple[Incompatible, ...] = (
                  "it drops other attention scores than a run on one rank", "use --attention-dropout 0"),
     Incompatible("experimental_attention_variant", (None, "dsa"), (SEQUENCES,), _STATE),
     Incompatible("experimental_attention_variant", (None, "gated_delta_net"), (SEQUENCES,),
-                 "it chooses keys by their scores among all of a document, of which a rank has pieces"),
+                 "it chooses keys by their scores among all keys of a document, and a rank has only pieces"),
     Incompatible("linear_attention_freq", _OFF, (SEQUENCES,), _STATE),
     Incompatible("qk_clip", _OFF, (SEQUENCES,), _LOGITS),
     Incompatible("log_max_attention_logit", _OFF, (SEQUENCES,), _LOGITS),
@@ -197,17 +197,17 @@ INCOMPATIBLE: tuple[Incompatible, ...] = (
     Incompatible("moe_expert_capacity_factor", _OFF, (SEQUENCES_OF_DATA, SEQUENCES_OF_STEP), _DROPS),
     Incompatible("moe_expert_rank_capacity_factor", _OFF, (SEQUENCES_OF_DATA, SEQUENCES_OF_STEP), _DROPS),
     Incompatible("gtp_weight_remat_size", (1, None), (SEQUENCES_OF_DATA,),
-                 "its ranks have micro-batches of their own beside data-parallel ranks"),
+                 "its ranks have other micro-batches, in addition to data-parallel ranks"),
     # Weight gradients that wait
     Incompatible("transformer_impl", ("local", "transformer_engine"), (FILL,),
                  "its linear layers compute weight gradients in their backward passes",
                  "use --transformer-impl transformer_engine"),
     Incompatible("use_transformer_engine_op_fuser", _OFF, (FILL,),
                  "its fused products compute weight gradients in their backward passes"),
-    Incompatible("tp_comm_overlap", _OFF, (FILL,), "its messages overlap products of weight gradients"),
+    Incompatible("tp_comm_overlap", _OFF, (FILL,), "its messages overlap the computation of weight gradients"),
     Incompatible("overlap_dispatch_backward_with_experts_wgrad", _OFF, (FILL,),
                  "both decide when weight gradients are computed"),
-    Incompatible("overlap_moe_expert_parallel_comm", _OFF, (FILL,), "it runs a forward and a backward pass in turn"),
+    Incompatible("overlap_moe_expert_parallel_comm", _OFF, (FILL,), "it alternates parts of two passes"),
     Incompatible("delay_wgrad_compute", _OFF, (FILL,), "both decide when weight gradients are computed"),
     Incompatible("defer_embedding_wgrad_compute", _OFF, (FILL,), "both decide when weight gradients are computed"),
     Incompatible("use_ring_exchange_p2p", _OFF, (FILL,), "its messages cannot be waited for later"),
@@ -220,7 +220,7 @@ INCOMPATIBLE: tuple[Incompatible, ...] = (
     Incompatible("enable_cuda_graph", _OFF, (FILL,), _GRAPH),
     Incompatible("external_cuda_graph", _OFF, (FILL,), _GRAPH),
     # Parallelism and overlaps
-    Incompatible("use_tp_pp_dp_mapping", _OFF, (RELEASE,), "it spreads each stage over all nodes, so none gets free"),
+    Incompatible("use_tp_pp_dp_mapping", _OFF, (RELEASE,), "it spreads each stage over all nodes, so no node is freed"),
     Incompatible("use_megatron_fsdp", _OFF, (EXPERTS, LAYERS),
                  "it shards the parameters of a layer over ranks", "use --use-distributed-optimizer"),
     Incompatible("use_torch_fsdp2", _OFF, (EXPERTS, LAYERS),
@@ -229,19 +229,19 @@ INCOMPATIBLE: tuple[Incompatible, ...] = (
                  "use --use-distributed-optimizer"),
     Incompatible("use_torch_fsdp2", _OFF, (SEQUENCES,), "the two were never tested together",
                  "use --use-distributed-optimizer"),
-    Incompatible("gtp_weight_remat_size", (1, None), (LAYERS,), "it shards weights in a way that a move does not know"),
+    Incompatible("gtp_weight_remat_size", (1, None), (LAYERS,), "a move does not support the way it shards weights"),
     Incompatible("overlap_dispatch_backward_with_experts_wgrad", _OFF, (EXPERTS,),
-                 "Megatron-LM's data parallelism, which waits for --delay-wgrad-compute alone, takes gradients of "
-                 "experts before it has computed them",
+                 "Megatron-LM reduces gradients of experts before it has computed them, unless --delay-wgrad-compute "
+                 "is given",
                  "use --overlap-moe-expert-parallel-comm --delay-wgrad-compute"),
     Incompatible("overlap_param_gather_with_optimizer_step", _OFF, (EXPERTS, LAYERS), _IN_PARTS,
                  "use --overlap-param-gather alone"),
     Incompatible("nccl_ub", _OFF, (LAYERS,), "it registers buffers that a move replaces"),
     # Memory, precision and graphs
     Incompatible("fp8", _OFF, (OWN_EXPERTS,), _TE_EXPERTS, "add --moe-grouped-gemm, or use --bf16"),
-    Incompatible("fp4", _OFF, (EXPERTS,), "replicas were never tried with it", "use --fp8-format or --bf16"),
+    Incompatible("fp4", _OFF, (EXPERTS,), "replicas were never tested with it", "use --fp8-format or --bf16"),
     Incompatible("moe_single_grouped_weight", _OFF, (LAYERS,),
-                 "it stores experts in one tensor that a move does not know"),
+                 "it stores experts in one tensor, which a move does not support"),
     Incompatible("fp4", _OFF, (LAYERS,), "a move does not transfer its scales", "use --bf16"),
     Incompatible("fine_grained_activation_offloading", _OFF, (RELEASE,),
                  "it fails on a stage with one layer, which a shorter pipeline may have"),
@@ -261,7 +261,7 @@ INCOMPATIBLE: tuple[Incompatible, ...] = (
     Incompatible("optimizer_cuda_graph", _OFF, (LAYERS,), "the graph belongs to an optimizer that a move replaces"),
     # The optimizer, checkpoints and the job
     Incompatible("optimizer", ("adam", "sgd", "muon", "dist_muon", "lion", "adaptive_muon"), (LAYERS,),
-                 "it keeps matrices that have not the shape of a weight, and a move does not know them",
+                 "it keeps matrices that do not have the shape of a weight, which a move does not support",
                  "use --optimizer muon"),
     Incompatible("optimizer", ("adam", "sgd", "muon", "dist_muon", "lion", "soap"), (LAYERS,),
                  "Megatron-LM 0.19.2 cannot run it with emerging-optimizers 0.3.0, so no move was tried",

@@ -18,8 +18,8 @@ from megatron.balanced.shared.incompatible import EXPERTS, LAYERS, Incompatible,
 
 __all__ = ["check_model", "mark_model", "unmark_model"]
 
-_CAPTURED = "a graph that was captured repeats what the plain model does"
-_OWN = "Megatron-LM balances experts itself then"
+_CAPTURED = "a captured graph repeats the plain model"
+_OWN = "with it Megatron-LM balances experts itself"
 # Replace the table's rows about CUDA graphs, since only `pretrain_gpt.py` captures them again.
 _GRAPHS = (
     Incompatible("cuda_graph_impl", ("none", None), (), _CAPTURED, "use none"),
@@ -32,7 +32,7 @@ _OF_EXPERTS = (
     Incompatible("moe_enable_scheduler", (None,), (), _OWN),
     Incompatible("moe_flex_dispatcher_backend", ("deepep", "hybridep", "ncclep", None), (), _OWN, "use deepep"),
     Incompatible("fp8_recipe", ("tensorwise", "blockwise", "mxfp8"), (),
-                 "scales follow from the history of an expert's tokens, which are on several ranks",
+                 "scales depend on the history of an expert's tokens, which are on several ranks",
                  "use tensorwise, blockwise or mxfp8"),
 )  # fmt: skip
 _FEATURES = {"ExpertBalancer": EXPERTS, "LayerBalancer": LAYERS}
@@ -78,7 +78,7 @@ def _check_wrapped(chunk: torch.nn.Module) -> None:
     name = type(chunk).__name__
     if "FullySharded" in name or "FSDP" in name:
         raise ValueError(
-            f"a model chunk in {name} cannot be balanced, which shards the parameters of a layer over ranks; use "
+            f"a model chunk in {name} cannot be balanced, since it shards the parameters of a layer over ranks; use "
             "megatron.core's DistributedDataParallel with use_distributed_optimizer"
         )
     raise ValueError(
@@ -90,8 +90,8 @@ def _check_groups(chunks: Sequence[torch.nn.Module]) -> None:
     """Balancers use the process groups of `parallel_state`. Raise ValueError if the model was built with others."""
     if not parallel_state.model_parallel_is_initialized():
         raise ValueError(
-            "megatron.core.parallel_state has no process groups, which balancers take; call initialize_model_parallel "
-            "with the sizes of the model"
+            "megatron.core.parallel_state has no process groups, but balancers use them; call "
+            "initialize_model_parallel with the sizes of the model"
         )
     theirs = {
         "tp": parallel_state.get_tensor_model_parallel_group(),

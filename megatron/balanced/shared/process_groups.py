@@ -106,7 +106,7 @@ def _allow_sockets(ranks: int) -> None:
         return
     if hard != resource.RLIM_INFINITY and needed > hard:
         raise SocketLimitError(
-            f"a rank needs a socket to each of {ranks} ranks, has {opened} files open, and may have {hard}; allow "
-            f"{needed} (ulimit -Hn)"
+            f"a rank needs a socket to each of {ranks} ranks; it has {opened} open files and is limited to {hard}; "
+            f"allow {needed} (ulimit -Hn)"
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
