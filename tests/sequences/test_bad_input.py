@@ -98,7 +98,7 @@ OF_DATA = {
     "capacity": (
         f"{' '.join(MOE)} --moe-expert-capacity-factor 1.5",
         "--moe-expert-capacity-factor 1.5",
-        "by the others on their rank",
+        "depends on the other tokens",
     ),
 }
 OF_ONE_RANK = [*MODEL, *MOCK_DATA, *PACKED, BALANCE]
