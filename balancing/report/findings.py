@@ -106,7 +106,7 @@ def basis(summary: Summary) -> str:
     first, last, n = summary.counted[0], summary.counted[-1], len(summary.counted)
     span = f"{n} iterations ({first} to {last})" if n > 1 else f"1 iteration ({first})"
     left_out = [f"first {summary.skipped} left out as warm-up"] if summary.skipped else []
-    left_out += [f"{summary.other_layout} under another layout left out"] if summary.other_layout else []
+    left_out += [f"{summary.other_layout} up to the last move left out"] if summary.other_layout else []
     return f"figures are of {'; '.join([span, *left_out])}{_damage(summary)}"
 
 

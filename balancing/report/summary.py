@@ -154,7 +154,7 @@ class Summary:
     """The findings of `summarize`. A finding is None if nothing of its kind was measured.
 
     counted         iterations that the figures are of
-    skipped, other_layout    number of iterations left out as warm-up, and because of another layout
+    skipped, other_layout    number of iterations left out as warm-up, and before or right after layers moved
     share_experts   layer -> [expert], tokens over the mean, over the counted iterations
     share_expert_ranks    layer -> [expert-parallel rank], tokens over the mean, as they were
     share_expert_homes    layer -> [expert-parallel rank], tokens over the mean with every expert on its home rank; only
@@ -202,6 +202,8 @@ def summarize(history: History) -> Summary:
     everything = history.iterations
     skipped = warm_up(len(everything))
     counted = _same_layout(history, everything[skipped:])
+    if 1 < len(counted) < len(everything) - skipped:
+        counted = counted[1:]  # layers that have just moved have no replicas yet, and their buffers are new
     summary = Summary(counted, skipped, len(everything) - skipped - len(counted), history.damage)
     stages = [history.stages[i] for i in counted if i in history.stages]
     layers = [history.layers[i] for i in counted if i in history.layers]

@@ -190,7 +190,7 @@ def test_only_the_last_layout_is_counted(tmp_path):
         for iteration in range(1, 31):
             log.write(observe((before if iteration <= 20 else after).record(iteration)))
     summary = summarize(read_history(tmp_path))
-    assert summary.counted == list(range(21, 31)) and summary.skipped == 3 and summary.other_layout == 17
+    assert summary.counted == list(range(22, 31)) and summary.skipped == 3 and summary.other_layout == 18
     assert summary.slow_layer and summary.slow_layer.layer == 7 and summary.stage_count == 2
 
 
