@@ -40,7 +40,7 @@ INCOMPATIBLE: tuple[Incompatible, ...] = (
     Incompatible("dataloader_inter_document_masking", _OFF, (SKIP, SPARSE), _PACKS),
     # Parallelism and overlaps
     Incompatible("fake_process_group", _OFF, (DYNAMICS,),
-                 "messages of its groups never arrive, and ranks would go different ways"),
+                 "its messages never arrive, so ranks would make different decisions"),
     Incompatible("sequence_parallel", _OFF, (SKIP,), _TOKENS),
     Incompatible("context_parallel_size", (1,), (SKIP, SPARSE), _TOKENS, "use --context-parallel-size 1"),
     Incompatible("virtual_pipeline_model_parallel_size", _OFF, (EXIT,),

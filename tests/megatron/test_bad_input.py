@@ -332,7 +332,7 @@ def test_what_stands_in_a_corpus(pool, tmp_path):
     documents[7][1] = 5000
     at = sum(map(len, documents[:7])) + 2
     write_documents(tmp_path / "ids", documents)
-    said = f"ids.bin has token 5000 (the {at:,}th), the model a vocabulary of 128"
+    said = f"ids.bin has token 5000 at position {at:,}, but the model's vocabulary has 128"
     cases = {
         "lengths below 0": ([str(below)], "below.idx is damaged: document 0 has -1 tokens", "write the"),
         "lengths beyond": ([str(beyond)], "beyond.idx is damaged: document 0 has 1000000000 tokens"),
@@ -343,7 +343,7 @@ def test_what_stands_in_a_corpus(pool, tmp_path):
     write_documents(tmp_path / "endless", [document[:-1] for document in heavy_tailed(20)])
     for flags, notes in (("", 0), ("--dataloader-inter-document-masking", 0), ("--eod-mask-loss", 1)):
         ((code, _),) = pool.run(1, parse_line, [*CORPUS, str(tmp_path / "endless"), *flags.split()])
-        assert code == "none" and pool.output[0].count("goes by it; write the corpus with --append-eod") == notes
+        assert code == "none" and pool.output[0].count("needs it; write the corpus with --append-eod") == notes
 
 
 def test_a_large_corpus_is_looked_at_in_blocks(tmp_path):

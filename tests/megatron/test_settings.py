@@ -56,7 +56,7 @@ def test_a_config_is_json(tmp_path):
 
 # content, flags, and the words that the line must have beside the name of the file
 REFUSED = {
-    "section": ("expert: {min_gain: 0}", "", "'expert' is no section", "experts, sequences, layers, report"),
+    "section": ("expert: {min_gain: 0}", "", "'expert' is not a section", "experts, sequences, layers, report"),
     "field": ("experts: {gain: 0}", "", "experts has no field 'gain'", "replica_slots, planner", "min_gain"),
     "switch": ("experts: {enabled: true}", "", "experts has no field 'enabled'"),
     "no mapping": ("experts: 3", "", "experts 3 does not map", "min_gain"),
@@ -77,10 +77,10 @@ REFUSED = {
     "alias": ("a: &a [1]\nexperts: *a", "", "has an alias, *a"),
     "twice": ("experts: {min_gain: 0}\nexperts: {planner: none}", "", "has experts twice"),
     "field twice": ("experts: {min_gain: 0, min_gain: 0.5}", "", "has min_gain twice"),
-    "tag": ("experts: !!python/object/apply:os.getcwd []", "", "is no YAML", "python/object"),
-    "no YAML": ("experts: {", "", "is no YAML"),
+    "tag": ("experts: !!python/object/apply:os.getcwd []", "", "is not YAML", "python/object"),
+    "no YAML": ("experts: {", "", "is not YAML"),
     "nested": ("[" * 100_000, "", "is nested too deeply"),
-    "many digits": ("layers: {interval: " + "1" * 5000 + "}", "", "is no YAML", "digits"),
+    "many digits": ("layers: {interval: " + "1" * 5000 + "}", "", "is not YAML", "digits"),
     "long": ("layers: {min_gain: " + "x" * 5000 + "}", "", "layers.min_gain 'xxx", "... is not a number"),
     "large": ("#" * 1_000_001, "", "has more than 1000000 bytes"),
 }
@@ -104,7 +104,7 @@ def test_a_flag_is_named_where_it_is_wrong(tmp_path):
 
 @pytest.mark.parametrize("name", ["absent.yaml", "."])
 def test_what_is_no_file(tmp_path, name):
-    with pytest.raises(ValueError, match="is no file; name one"):
+    with pytest.raises(ValueError, match="is not a file; name one"):
         read_file(str(tmp_path / name), SECTIONS)
 
 

@@ -56,9 +56,9 @@ def _stops(argv: list[str], folder: Path) -> RankRun:
 def test_a_rank_that_stops_is_told(pool, tmp_path):
     ranks = pool.run(2, _stops, [*MODEL, *MOCK_DATA], tmp_path)
     assert all(len(rank.losses) == 4 for rank in ranks), "the job goes on undisturbed"
-    told = [line for output in pool.output for line in output.splitlines() if "stands still" in line]
+    told = [line for output in pool.output for line in output.splitlines() if "has made no progress" in line]
     (line,) = told
-    assert line.startswith("> iteration 3 stands still for ")
+    assert line.startswith("> iteration 3 has made no progress for ")
     assert re.search(r"rank 0: \S+\.py:\d+ in \w+, waits in gloo:\w+ #\d+ of \S+; ", line), line
     assert re.search(r"rank 1: \S*test_stall.py:\d+ in begin_step$", line), line
 

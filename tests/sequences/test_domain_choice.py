@@ -138,7 +138,7 @@ def test_the_index_of_the_training_set_decides(pool, tmp_path):
     cache = ["--data-cache-path", str(tmp_path / "cache")]
     ranks = pool.run(4, _settled, [*BASE, *data, *cache], "documents")
     domain, note, lengths, drawn = ranks[0]
-    assert domain == "context" and "by the cost model a step takes" in note and not ranks[1][1]
+    assert domain == "context" and "the cost model predicts steps" in note and not ranks[1][1]
     assert all(other[0] == domain and other[2] == lengths for other in ranks)
     assert all(sum(sample) == 32 for sample in lengths)
     for moment in (0, 2):  # documents of a sample, and pairs of their tokens
@@ -149,7 +149,7 @@ def test_the_index_of_the_training_set_decides(pool, tmp_path):
 # flags, and why the domain follows from a rule
 RULES = {
     "lengths unknown": ("", "not known before training"),
-    "one document a sample": ("", "all samples have the same work"),
+    "one document a sample": ("", "all samples cost the same"),
     "refused for data": (f"{' '.join(MOE)} --moe-expert-capacity-factor 1.5", "--moe-expert-capacity-factor 1.5"),
 }
 

@@ -38,7 +38,7 @@ PLANS = {
         128,
         "plan   --balance-layers: all 128 ranks make one plan; layers move along 16 pipelines of 8 ranks",
         "gain   On 128 GPUs balancing saves",
-        "gain   with 9 layers frozen 7 of 8 stages keep 99% of the balanced pace, and 2 nodes are given back",
+        "gain   with 9 layers frozen 7 of 8 stages keep 99% of the balanced throughput, and 2 nodes are released",
         "memory about ",
         "       a forecast for --cluster h100-8x400g, 24 of 40 layers frozen; ",
     ),

@@ -156,8 +156,8 @@ def _refuse(args: argparse.Namespace, config: BalanceConfig, device: str) -> Non
     exchanges = config.balances or config.balance_report is not None
     if args.fake_process_group and (exchanges or device == "cpu"):
         raise ValueError(
-            "--fake-process-group is incompatible with balancers, --balance-report and --device cpu: messages of its "
-            "groups never arrive, and ranks would go different ways; drop it"
+            "--fake-process-group is incompatible with balancers, --balance-report and --device cpu: its messages "
+            "never arrive, so ranks would make different decisions; drop it"
         )
     if config.fp64 and (args.bf16 or args.fp16):
         raise ValueError("--fp64 is incompatible with --bf16 and --fp16: a run has one precision; drop one of them")
@@ -226,8 +226,8 @@ def _check_vocabulary(args: argparse.Namespace) -> None:
     tokens = get_tokenizer().vocab_size
     if args.padded_vocab_size is None:
         raise ValueError(
-            "--no-pad-vocab-size leaves Megatron-LM no vocabulary to count operations with; give --padded-vocab-size "
-            f"{tokens}, or drop it"
+            "--no-pad-vocab-size leaves the size of the vocabulary unset, and Megatron-LM needs it to count "
+            f"operations; give --padded-vocab-size {tokens}, or drop it"
         )
     if args.padded_vocab_size < tokens:
         raise ValueError(

@@ -39,9 +39,9 @@ def _settled(args: argparse.Namespace, config: BalanceConfig) -> tuple[str, str]
     try:
         check_data_domain(args)
     except IncompatibleError as error:
-        return "context", f"data does not go with {next(iter(error.why))}"
+        return "context", f"data is incompatible with {next(iter(error.why))}"
     if not args.dataloader_inter_document_masking and not args.sft:
-        return "context", "without --dataloader-inter-document-masking all samples have the same work"
+        return "context", "without --dataloader-inter-document-masking all samples cost the same"
     samples = sample_lengths(args)
     if samples is None:
         return "context", "the lengths of documents are not known before training"
@@ -63,7 +63,7 @@ def _settled(args: argparse.Namespace, config: BalanceConfig) -> tuple[str, str]
     shape = shape_of(core_transformer_config_from_args(args), args.hybrid_layer_pattern)
     found = choose_domain(steps, context, data, shape=shape, method=config.sequences.planner)
     ratio = found.data_seconds / found.context_seconds
-    return found.domain, f"by the cost model a step takes {ratio:.2f} times as long with data as with context"
+    return found.domain, f"the cost model predicts steps {ratio:.2f} times as long with data as with context"
 
 
 def sample_lengths(args: argparse.Namespace) -> list[tuple[int, ...]] | None:

@@ -28,7 +28,7 @@ def switch_on(args: argparse.Namespace) -> frozenset[str]:
     asked = set() if args.balance is None else {name.strip() for name in args.balance.split(",")}
     if unknown := sorted(asked - {*_CHECKS, "all"}):
         raise ValueError(
-            f"--balance {args.balance}: {unknown[0]!r} is no balancer; use all, or some of {', '.join(_CHECKS)}"
+            f"--balance {args.balance}: {unknown[0]!r} is not a balancer; use all, or some of {', '.join(_CHECKS)}"
         )
     if args.balance_layers and args.balance_layers_once:
         raise ValueError(
@@ -63,11 +63,11 @@ def check_balancers(
                 raise
             if off != type(asked)():
                 raise ValueError(
-                    f"{error}; --balance all goes without {name} only where none of its settings is given"
+                    f"{error}; --balance all leaves {name} off only if none of its settings is given"
                 ) from error
             setattr(args, f"balance_{name}", False)
             checked, said = check(args, off)  # refuses what is wrong without the balancer as well
-            said = [f"--balance all goes without {name}: {error}", *said]
+            said = [f"--balance all leaves {name} off: {error}", *said]
         config = dataclasses.replace(config, **{name: checked})
         notes += said
     return config, notes

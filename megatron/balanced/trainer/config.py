@@ -26,8 +26,8 @@ class ReportConfig:
 
     interval: int = setting(
         10,
-        "Gather and write the report's measurements of N iterations at a time. None is left out: N only says how many "
-        "may be lost when the job is killed.",
+        "Gather and write the report's measurements every N iterations. All iterations are measured; a job that is "
+        "killed loses at most the last N.",
         least=1,
     )
 
@@ -41,7 +41,7 @@ class BalanceConfig:
 
     device: str = setting(
         "auto",
-        "Where to train. auto takes CUDA when there is one. On cpu, Megatron-LM runs over gloo.",
+        "Where to train. auto uses CUDA if available. With cpu, Megatron-LM runs over gloo.",
         flag="--device",
         choices=("auto", "cuda", "cpu"),
     )
@@ -50,36 +50,37 @@ class BalanceConfig:
     )
     balance: str | None = setting(
         None,
-        "Balancers to switch on, such as experts,layers. all: every balancer that has something to balance and works "
-        "with the other flags. One line says which stay off and why. Each balancer also has a flag of its own.",
+        "Balancers to switch on: a list such as experts,layers; or all, for every balancer that has something to "
+        "balance and works with the other flags. A line at the start says which balancers stay off and why. Each "
+        "balancer also has a flag of its own.",
         flag="--balance",
         metavar="all|LIST",
     )
     balance_report: str | None = setting(
         None,
-        "Measure who is slow, why and by how much, and write events.jsonl and trace.json into DIR. Works with every "
-        "balancer off. Read it with: python -m balancing.report DIR",
+        "Measure which ranks are slow, why and by how much, and write events.jsonl and trace.json into DIR. Also works "
+        "without balancers. Read it with: python -m balancing.report DIR",
         flag="--balance-report",
         metavar="DIR",
     )
     cluster: str | None = setting(
         None,
         "Compute and link speeds for the planners' cost model: "
-        f"{', '.join(PRESETS)}, or a file that python -m balancing.cluster --measure wrote. Without it sequences are "
-        "planned for H200 GPUs, and the other plans balance load and leave costs out.",
+        f"{', '.join(PRESETS)}, or a file that python -m balancing.cluster --measure wrote. Without it, sequences are "
+        "planned for H200 GPUs, and the other balancers balance load without regard to costs.",
         flag="--cluster",
         metavar="PRESET|FILE",
     )
     fill_with_weight_gradients: bool = setting(
         False,
-        "Compute weight gradients while pipeline stages wait for messages, in the memory of the fullest stage. Losses "
-        "do not change.",
+        "Compute weight gradients while pipeline stages wait for messages. Losses do not change, and no stage needs "
+        "more activation memory than the fullest stage does without the flag.",
         flag="--fill-with-weight-gradients",
     )
     balance_dry_run: bool = setting(
         False,
-        "Print what would be patched in Megatron-LM, which ranks would plan together and the memory of replica slots, "
-        "and stop before training. Without a launcher, WORLD_SIZE ranks on GPUs are assumed.",
+        "Print the patches of Megatron-LM, the ranks that would plan together and the memory of replica slots, and "
+        "stop before training. Without a launcher, WORLD_SIZE ranks on GPUs are assumed.",
         flag="--balance-dry-run",
     )
     experts: ExpertConfig = dataclasses.field(default_factory=ExpertConfig)
@@ -108,8 +109,8 @@ _SWITCHES = {
     "report": "balance_report",
 }
 _FILES = (
-    "Settings by section, as YAML, such as experts: {min_gain: 0.08}; the page of each balancer lists them. May be "
-    "given several times: a later file wins over an earlier one, and a flag over all files."
+    "A YAML file of settings by section, such as experts: {min_gain: 0.08}; the documentation of each balancer lists "
+    "them. May be given several times: a later file overrides an earlier one, and a flag overrides all files."
 )
 
 

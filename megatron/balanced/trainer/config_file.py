@@ -42,7 +42,7 @@ def read_file(path: str, sections: Mapping[str, type]) -> dict[str, dict[str, An
     settings: dict[str, dict[str, Any]] = {}
     for section, values in content.items():
         if section not in sections:
-            raise ValueError(f"{where}: {_short(repr(section))} is no section; use {', '.join(sections)}")
+            raise ValueError(f"{where}: {_short(repr(section))} is not a section; use {', '.join(sections)}")
         fields = fields_of_file(sections[section])
         known = f"its fields are {', '.join(fields)}"
         if not isinstance(values, dict):
@@ -61,18 +61,18 @@ def read_file(path: str, sections: Mapping[str, type]) -> dict[str, dict[str, An
 def _parse(path: str) -> Any:
     try:
         if not Path(path).is_file():
-            raise ValueError(f"--balance-config {path} is no file; name one")
+            raise ValueError(f"--balance-config {path} is not a file; name one")
         with open(path, "rb") as file:
             data = file.read(_MOST_BYTES + 1)
     except OSError as error:
         raise ValueError(f"--balance-config {path} cannot be read: {error.strerror}; name a file") from error
     if len(data) > _MOST_BYTES:
-        raise ValueError(f"--balance-config {path} has more than {_MOST_BYTES} bytes; it is no file of settings")
+        raise ValueError(f"--balance-config {path} has more than {_MOST_BYTES} bytes; it is not a file of settings")
     try:
         why = _refused(data)
         content = None if why else yaml.safe_load(data)
     except (yaml.YAMLError, ValueError) as error:  # ValueError: such as a number of thousands of digits
-        raise ValueError(f"--balance-config {path} is no YAML: {_short(' '.join(str(error).split()))}") from error
+        raise ValueError(f"--balance-config {path} is not YAML: {_short(' '.join(str(error).split()))}") from error
     if why:
         raise ValueError(f"--balance-config {path} {why}")
     return content
@@ -114,7 +114,7 @@ def _typed(value: Any, kind: Any) -> Any:
         return value
     if kind is float and isinstance(value, (int, float, str)) and not isinstance(value, bool):
         try:
-            return float(value)  # YAML takes 1e-3 for a text
+            return float(value)  # YAML reads 1e-3 as a string
         except (ValueError, OverflowError):
             pass
     if kind is str and isinstance(value, str):
@@ -126,5 +126,5 @@ _KINDS = {
     bool: "true or false",
     int: "a whole number",
     float: "a number",
-    str: "a text",
+    str: "a string",
 }

@@ -210,9 +210,9 @@ def _gain_lines(args: argparse.Namespace, config: BalanceConfig, frozen: int | N
 
     cluster = cluster_from_flags(config, args.world_size)
     if cluster is None:
-        return ["gain   not forecast: --cluster tells how fast the machine is"]
+        return ["gain   not forecast without --cluster, which says how fast the machine is"]
     if frozen is None:
-        return ["gain   not forecast: the model changes while it trains; --balance-report shows what is gained"]
+        return ["gain   not forecast: the model changes while it trains; --balance-report measures the gain"]
     layers = config.layers
     packed = bool(args.sft or args.dataloader_inter_document_masking)
     try:
@@ -245,9 +245,9 @@ def _release_line(job: Any, cluster: Any, floor: float, min_stages: int) -> str:
         if (less := shorter(model, floor, min_stages)) is not None:
             return (
                 f"gain   with {frozen} layers frozen {less.stages} of {job.pipeline_model_parallel_size} stages keep "
-                f"{less.throughput:.0%} of the balanced pace, and {less.freed_nodes} nodes are given back"
+                f"{less.throughput:.0%} of the balanced throughput, and {less.freed_nodes} nodes are released"
             )
-    return f"gain   no shorter pipeline keeps {floor:.0%} of the balanced pace, so no node is given back"
+    return f"gain   no shorter pipeline keeps {floor:.0%} of the balanced throughput, so no node is released"
 
 
 def _flags_of(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
@@ -313,7 +313,7 @@ def _slot_lines(args: argparse.Namespace, config: BalanceConfig) -> list[str]:
         for mode in modes
     }
     size = ", or ".join(f"{need[mode] / 2**30:,.3f} GiB {mode}" for mode in modes)
-    return [*lines, f"memory experts.replica_mode {experts.replica_mode}: {size}, on the rank with most of it"]
+    return [*lines, f"memory experts.replica_mode {experts.replica_mode}: {size}, on the rank with the most"]
 
 
 def moe_layers(model: Any, *, repeats_prediction: bool = False) -> list[list[int]]:

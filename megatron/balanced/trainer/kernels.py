@@ -12,7 +12,7 @@ __all__ = ["kernels_line"]
 
 _NAMES = {
     kernels._CPU: "torch's flash attention for CPUs",
-    kernels._PRODUCTS: "matrix products, for there is no flash attention of this type and size of heads",
+    kernels._PRODUCTS: "matrix products, since flash attention does not support this dtype and head size",
     kernels._PACKAGE: "the flash-attn package's",
 }
 

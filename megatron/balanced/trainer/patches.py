@@ -170,14 +170,14 @@ PATCHES = (
     Patch(
         target="megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
         replacement=_in_any_precision,
-        why="Megatron-LM overlaps messages of experts in half precision alone, which nothing in the schedule needs",
+        why="Megatron-LM overlaps messages of experts in half precision only, although its schedule works in any",
         signature=("self",),
         needed=_overlaps_in_full_precision,
     ),
     Patch(
         target="megatron.core.transformer.moe.token_dispatcher:gather_from_sequence_parallel_region",
         replacement=with_known_counts,
-        why="the dispatcher gathers the counts of tokens that balanced experts have just told it",
+        why="the dispatcher gathers counts of tokens that the expert balancer has already gathered",
         signature=("input_", "tensor_parallel_output_grad", "group", "output_split_sizes", "use_global_buffer"),
         needed=_splits_experts,
     ),
@@ -191,7 +191,7 @@ PATCHES = (
     Patch(
         target="megatron.core.models.gpt.gpt_model:process_mtp_loss",
         replacement=with_planned_losses,
-        why="losses of multi-token prediction shift and average the rows of a rank, which are pieces of documents",
+        why="losses of multi-token prediction shift and average the rows of a rank, but these are pieces of documents",
         signature=(
             "hidden_states",
             "labels",
@@ -227,14 +227,14 @@ PATCHES = (
     Patch(
         target="megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator._communicate_shapes",
         replacement=with_known_shapes,
-        why="Megatron-LM's stages ask each other for the size of every message and wait, and balanced ones know it",
+        why="pipeline stages exchange the size of every message and wait; balanced stages know the sizes",
         signature=("self", "tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next"),
         needed=lambda args, config: config.sequences.micro_batches and not why_whole(args),
     ),
     Patch(
         target="megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator._communicate",
         replacement=with_filled_waits,
-        why="Megatron-LM's stages wait for a message when they have posted it, and weight gradients fill the wait",
+        why="pipeline stages wait for each message once it is posted; weight gradients are computed meanwhile",
         signature=(
             "self",
             "tensor_send_next",

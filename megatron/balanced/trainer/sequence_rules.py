@@ -25,7 +25,7 @@ def why_whole(args: argparse.Namespace) -> str | None:
     for name in ("tp_comm_overlap", "fp8", "fp4", "overlap_moe_expert_parallel_comm"):
         if getattr(args, name, None):
             flag = flags.get(name, f"--{name.replace('_', '-')}")
-            return f"{flag} counts on as many rows in every micro-batch"
+            return f"{flag} needs the same number of rows in every micro-batch"
     layout = getattr(args.pipeline_model_parallel_layout, "input_data", args.pipeline_model_parallel_layout)
     if args.mtp_num_layers and isinstance(layout, str) and "m" not in layout.split("|")[-1]:
         return (
@@ -35,10 +35,10 @@ def why_whole(args: argparse.Namespace) -> str | None:
     if not args.num_experts:
         return None
     if args.moe_token_dispatcher_type == "allgather":
-        return "--moe-token-dispatcher-type allgather counts on as many rows in every micro-batch"
+        return "--moe-token-dispatcher-type allgather needs the same number of rows in every micro-batch"
     for kind in ("aux_loss", "seq_aux_loss"):
         if kind in balancing_losses(args):
-            return f"--moe-router-load-balancing-type {kind} takes the routing of all of them"
+            return f"--moe-router-load-balancing-type {kind} needs the routing of all tokens of a micro-batch"
     if args.moe_z_loss_coeff:
         return "--moe-z-loss-coeff averages over micro-batches"
     return None
@@ -52,10 +52,10 @@ def why_of_one_size(args: argparse.Namespace) -> str | None:
     if args.pipeline_model_parallel_size > 1:
         return "messages between pipeline stages have one size"
     if args.num_experts and args.moe_token_dispatcher_type == "allgather":
-        return "--moe-token-dispatcher-type allgather needs as many tokens on each rank; alltoall does not"
+        return "--moe-token-dispatcher-type allgather needs the same number of tokens on each rank; alltoall does not"
     for name in ("tp_comm_overlap", "fp8", "fp4"):
         if getattr(args, name, None):
-            return f"--{name.replace('_', '-')} counts on one size"
+            return f"--{name.replace('_', '-')} needs micro-batches of one size"
     return None
 
 

@@ -151,8 +151,8 @@ def _way_out(cause: BaseException, folder: Path, iteration: str) -> str:
     text = str(cause).split("not in state dict")[0]  # the rest lists what is in it
     if "parameter group" in text or "optimizer" in text or "entries in state dict" in text:
         return (
-            "its optimizer state is of another layout or optimizer (with experts, Megatron-LM keeps that of "
-            "--expert-model-parallel-size 1 apart from others): train with that layout, or add --no-load-optim"
+            "its optimizer state is of another layout or optimizer (with experts, Megatron-LM stores it in another way "
+            "for --expert-model-parallel-size 1): train with that layout, or add --no-load-optim"
         )
     if "shape mismatch" in text or "size mismatch" in text or text != str(cause):
         return "it is of another model: give the flags it was trained with"

@@ -83,13 +83,13 @@ def check_tokens(args: argparse.Namespace) -> list[str]:
             if wrong.any():
                 at = int(wrong.argmax())
                 raise LocalError(
-                    f"{corpus} has token {tokens[at]} (the {first + at + 1:,}th), the model a vocabulary of "
+                    f"{corpus} has token {tokens[at]} at position {first + at + 1:,}, but the model's vocabulary has "
                     f"{args.padded_vocab_size}; train with the tokenizer and --vocab-size that it was written with"
                 )
             has_end = has_end or bool((tokens == end).any())
         if by_token and not has_end:
             notes.append(
-                f"{prefix} has no token {end} for the end of a document where it was looked at, and {by_token[0]} goes "
-                "by it; write the corpus with --append-eod, or use --dataloader-inter-document-masking"
+                f"{prefix} has no end-of-document token {end} in the parts that were checked, and {by_token[0]} needs "
+                "it; write the corpus with --append-eod, or use --dataloader-inter-document-masking"
             )
     return notes

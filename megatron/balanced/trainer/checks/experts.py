@@ -19,7 +19,7 @@ __all__ = ["captures_experts", "check_experts", "leave_out_preprocessing", "with
 
 _INTERVAL = 100  # iterations between placements, if the given interval is too short for the graph to be replayed
 
-_WHY_NO_GRAPH = "a graph would repeat where the tokens of the captured micro-batch went"
+_WHY_NO_GRAPH = "a graph would repeat the routing of the captured micro-batch"
 _USE_GRAPHS_OF = "use --cuda-graph-modules attn moe_router"
 
 
@@ -66,7 +66,7 @@ def _slots(args: argparse.Namespace, experts: ExpertConfig) -> tuple[ExpertConfi
         f"{most} on other ranks"
     )
     if experts.replica_slots == ExpertConfig().replica_slots:
-        note = f"--balance-experts has --expert-replica-slots {most}: {elsewhere}"
+        note = f"--balance-experts sets --expert-replica-slots {most}: {elsewhere}"
         return dataclasses.replace(experts, replica_slots=most), [note]
     raise ValueError(
         f"--expert-replica-slots {experts.replica_slots} is more than there are experts to copy: {elsewhere}; use at "
@@ -78,14 +78,14 @@ def _offloading_in_graphs(args: argparse.Namespace) -> list[tuple[str, str, str]
     """Activation offloading, if it is used with CUDA graphs: flag, reason, way out."""
     if not getattr(args, "fine_grained_activation_offloading", False) or args.cuda_graph_impl == "none":
         return []
-    why = "replicas were never tried with it in CUDA graphs"
+    why = "replicas are untested with it in CUDA graphs"
     return [("--fine-grained-activation-offloading", why, "use --cuda-graph-impl none")]
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
     experts, ranks = args.num_experts, args.expert_model_parallel_size
     if ranks > 1 and not experts:
-        raise ValueError(f"--expert-model-parallel-size {ranks} needs --num-experts, of which there are none")
+        raise ValueError(f"--expert-model-parallel-size {ranks} needs --num-experts, which is not given")
     if experts and experts % ranks:
         raise ValueError(
             f"--num-experts {experts} is not a multiple of --expert-model-parallel-size {ranks}; "
@@ -168,9 +168,9 @@ def _of_quantization(args: argparse.Namespace) -> list[tuple[str, str, str]]:
         why = "scales follow from the history of an expert's tokens, which are on several ranks"
         found.append(("--fp8-recipe delayed", why, use))
     if args.fp8_recipe == "custom":
-        found.append(("--fp8-recipe custom", "it is not known which weights are stored how", use))
+        found.append(("--fp8-recipe custom", "it is not known how it stores weights", use))
     if args.fp8_param_gather:
-        why = "it stores experts of some layers otherwise than of others, and slots are alike"
+        why = "it stores experts of some layers in another format, and replica slots have one format"
         for flag in ("first_last_layers_bf16", "te_precision_config_file"):
             if value := getattr(args, flag, None):
                 found.append((shown(flag, value), why, "drop it, or --fp8-param-gather"))
@@ -209,7 +209,7 @@ def leave_out_preprocessing(args: argparse.Namespace) -> list[str]:
     if "moe_preprocess" not in names:
         return []
     setattr(args, argument, [module for module, name in zip(modules, names, strict=True) if name != "moe_preprocess"])
-    return ["--balance-experts leaves moe_preprocess out of CUDA graphs: it decides there where tokens go"]
+    return ["--balance-experts leaves moe_preprocess out of CUDA graphs: replicas get their tokens there"]
 
 
 def with_captured_iterations(args: argparse.Namespace, config: ExpertConfig) -> tuple[ExpertConfig, list[str]]:
@@ -244,7 +244,7 @@ def with_captured_iterations(args: argparse.Namespace, config: ExpertConfig) -> 
         config = dataclasses.replace(config, plan_interval=max(_INTERVAL, 10 * without))
     notes.append(
         f"--balance-experts with {flag} places replicas after the first iteration and every "
-        f"{config.plan_interval} iterations (experts.plan_interval); a change costs {without} iterations "
-        "without a replay, of which the last captures"
+        f"{config.plan_interval} iterations (experts.plan_interval); after a change {without} iterations run "
+        "without the graph, and the last of them captures it again"
     )
     return config, notes

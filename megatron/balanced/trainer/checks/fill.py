@@ -38,10 +38,7 @@ def check_fill(args: argparse.Namespace, config: BalanceConfig) -> tuple[Balance
         if _idle(args) or (gain := _gain(args)) < _WORTH:
             return config, []
         config = dataclasses.replace(config, fill_with_weight_gradients=True)
-        notes.append(
-            f"--balance all computes weight gradients while stages wait ({_FLAG}): {gain:.0%} off a step of equal "
-            "layers, simulated"
-        )
+        notes.append(f"--balance all switches on {_FLAG}: it makes a simulated step of equal layers {gain:.0%} shorter")
     elif why := _idle(args):
         return dataclasses.replace(config, fill_with_weight_gradients=False), [f"{_FLAG} has nothing to fill: {why}"]
     else:
@@ -49,7 +46,7 @@ def check_fill(args: argparse.Namespace, config: BalanceConfig) -> tuple[Balance
     if args.transformer_impl == "local":
         return config, notes
     if config.sequences.enabled and latent_shape(args) is not None:
-        notes.append(f"{_FLAG} sends keys and values: gradients of what latents are projected with are computed later")
+        notes.append(f"{_FLAG} makes ranks send keys and values: weight gradients of latent projections come later")
     args.delay_wgrad_compute = True
     return config, notes
 
@@ -63,7 +60,7 @@ def _idle(args: argparse.Namespace) -> str | None:
     """Why no stage waits; None if some do."""
     if args.skip_train:
         return "--skip-train trains no step"
-    return "--pipeline-model-parallel-size 1 waits for no stage" if args.pipeline_model_parallel_size == 1 else None
+    return "with --pipeline-model-parallel-size 1 no stage waits" if args.pipeline_model_parallel_size == 1 else None
 
 
 def _check(args: argparse.Namespace, config: BalanceConfig) -> None:

@@ -70,8 +70,8 @@ def check_saves(args: argparse.Namespace) -> None:
     is_tied = args.mtp_num_layers and not args.untie_embeddings_and_output_weights
     if args.save and args.ckpt_format != "torch" and is_tied and args.pipeline_model_parallel_size > 1 and "m" in last:
         raise ValueError(
-            f"--save {args.save} with --mtp-num-layers {args.mtp_num_layers} in a pipeline: Megatron-LM writes no "
-            "checkpoint of a head that shares its weights; add --untie-embeddings-and-output-weights"
+            f"--save {args.save} with --mtp-num-layers {args.mtp_num_layers} in a pipeline: Megatron-LM cannot write a "
+            "checkpoint if embedding and head share weights; add --untie-embeddings-and-output-weights"
         )
     for kind in ("params", "activations", "tokens-per-expert", "wgrads", "dgrads"):
         flag = f"--save-{kind}-interval"

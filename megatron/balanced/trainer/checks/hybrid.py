@@ -28,7 +28,7 @@ _OLD_NAMES = ("hybrid_override_pattern", "mtp_hybrid_override_pattern")
 # Kinds of layers that cannot be trained yet, and why.
 _NOT_YET = {
     "G": "its kernels need a GPU",
-    "D": "it was never tried",
+    "D": "it is untested",
 }
 
 
@@ -114,7 +114,7 @@ def _check_mamba(args: argparse.Namespace, text: str) -> None:
     for flag, number in (("--mamba-num-heads", heads), ("--mamba-num-groups", groups)):
         if number < 1 or number % ranks:
             raise ValueError(
-                f"{flag} {number} is not divided by --tensor-model-parallel-size {ranks}; use a multiple of it"
+                f"{flag} {number} is not divisible by --tensor-model-parallel-size {ranks}; use a multiple of it"
             )
     if heads % groups:
         raise ValueError(

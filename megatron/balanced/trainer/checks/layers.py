@@ -55,11 +55,12 @@ def check_layers(args: argparse.Namespace, layers: LayerConfig) -> tuple[LayerCo
     drops = args.attention_dropout or args.hidden_dropout
     if args.hybrid_layer_pattern and args.cuda_graph_impl != "none":
         raise ValueError(
-            f"{flag} with --hybrid-layer-pattern captures no CUDA graphs anew after a move; use --cuda-graph-impl none"
+            f"{flag} with --hybrid-layer-pattern cannot capture CUDA graphs again after a move; use "
+            "--cuda-graph-impl none"
         )
     if drops and (args.cuda_graph_impl == "transformer_engine" or args.external_cuda_graph):
         raise ValueError(
-            f"{flag} captures CUDA graphs anew after a move, which was never tried with dropout; use "
+            f"{flag} captures CUDA graphs again after a move, which is untested with dropout; use "
             "--attention-dropout 0 --hidden-dropout 0, or --cuda-graph-impl none"
         )
     if chunks > 1 and layers.planner in ONE_CHUNK:

@@ -42,7 +42,7 @@ def _check_late_failures(args: argparse.Namespace) -> None:
     if sum(ends.values()) > args.num_layers:
         most = max(ends, key=lambda name: ends[name])
         raise ValueError(
-            f"{shown(most, ends[most])} leaves fewer than no layers for other stages of --num-layers "
+            f"{shown(most, ends[most])} leaves a negative number of layers for other stages of --num-layers "
             f"{args.num_layers}; lower it"
         )
     if args.decoder_seq_length is not None and args.decoder_seq_length != args.seq_length:
@@ -70,8 +70,8 @@ def _check_late_failures(args: argparse.Namespace) -> None:
     turned = int((args.kv_channels or 0) * args.rotary_percent)
     if args.position_embedding_type == "rope" and turned % 2:
         raise ValueError(
-            f"--kv-channels {args.kv_channels} gives rotary embeddings {turned} numbers of a head, which they turn in "
-            "pairs; use an even number"
+            f"--kv-channels {args.kv_channels} gives rotary embeddings {turned} dimensions of a head, and they need an "
+            "even number; change it"
         )
     half = args.bf16 or args.fp16
     if args.fp32_residual_connection and half and args.transformer_impl == "local" and find_apex()["state"] != "ok":

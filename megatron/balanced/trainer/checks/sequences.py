@@ -43,7 +43,8 @@ def check_sequences(args: argparse.Namespace, sequences: SequenceConfig) -> tupl
         return sequences, []
     if args.hybrid_layer_pattern and not read_pattern(args.hybrid_layer_pattern).attention:
         args.balance_sequences = args.sequence_micro_batches = False
-        idle = f"--hybrid-layer-pattern {args.hybrid_layer_pattern} has no attention, and other layers cost tokens"
+        pattern = f"--hybrid-layer-pattern {args.hybrid_layer_pattern}"
+        idle = f"{pattern} has no attention, and in other layers all tokens cost the same"
         off = dataclasses.replace(sequences, enabled=False, domain="auto", micro_batches=False)
         return off, [f"--balance-sequences has nothing to balance: {idle}"]
     notes = []
@@ -76,8 +77,8 @@ def check_sequences(args: argparse.Namespace, sequences: SequenceConfig) -> tupl
     backend = getattr(getattr(args, "attention_backend", None), "name", "auto")
     if backend not in ("auto", "flash"):
         raise ValueError(
-            f"--balance-sequences is incompatible with --attention-backend {backend}: its attention is merged from "
-            "pieces, which takes flash attention; use auto or flash"
+            f"--balance-sequences is incompatible with --attention-backend {backend}: it merges partial results of "
+            "attention, which needs flash attention; use auto or flash"
         )
     window = getattr(args, "window_size", None)
     if window and window[1] not in (0, -1):
@@ -92,12 +93,14 @@ def check_sequences(args: argparse.Namespace, sequences: SequenceConfig) -> tupl
             "document is one"
         )
     if args.sft and not sequences.micro_batches and (why := why_of_one_size(args)):
-        notes.append(f"--balance-sequences leaves the padding of conversations in linear layers, for {why}")
+        notes.append(f"--balance-sequences leaves the padding of conversations in linear layers, since {why}")
     if getattr(args, "multi_latent_attention", False) and args.apply_rope_fusion:
         args.apply_rope_fusion = False
-        notes.append("--balance-sequences sets --no-rope-fusion: the fused kernel of latent attention knows one layout")
+        notes.append(
+            "--balance-sequences sets --no-rope-fusion: the fused kernel of latent attention supports one layout only"
+        )
     if latent_shape(args) is not None:
-        notes.append("--balance-sequences sends latents in the place of keys and values")
+        notes.append("--balance-sequences sends latents instead of keys and values")
     args.create_attention_mask_in_dataloader = False
     return sequences, notes
 
@@ -145,7 +148,7 @@ def _check_dealt(args: argparse.Namespace) -> list[str]:
         found.append(("--moe-router-load-balancing-type global_aux_loss", why, "use aux_loss"))
     whole = why_whole(args)
     if whole and args.sft:
-        why = f"only its tokens tell how long its samples are, and documents of samples stay together, since {whole}"
+        why = f"lengths of its samples are known from their tokens only, and documents stay together, since {whole}"
         found.append(("--sft", why, "drop one of the two"))
     check_compatible(args, SEQUENCES_OF_STEP, "--sequence-micro-batches", found)
     if whole:
@@ -218,8 +221,8 @@ def _check_sizes(args: argparse.Namespace, sequences: SequenceConfig) -> None:
     parts = ranks * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
     if args.seq_length % parts:
         raise ValueError(
-            f"--balance-sequences needs a multiple of {parts} ranks that share a sequence, not --seq-length "
-            f"{args.seq_length}; use {-(-args.seq_length // parts) * parts}"
+            f"--seq-length {args.seq_length} is not a multiple of the {parts} ranks that share a sequence with "
+            f"--balance-sequences; use {-(-args.seq_length // parts) * parts}"
         )
     capacity, mean = sequences.token_capacity, tokens // ranks
     if capacity and capacity < mean:

@@ -123,9 +123,9 @@ class Watch:
         for each in range(world_size()):
             ranks[answers.get(each, "no answer: it died or is stopped")].append(each)
         iteration, in_step = self._moment or (-1, False)
-        where = f"iteration {iteration + 1}" if in_step else f"what is around iteration {iteration + 1}"
+        where = f"iteration {iteration + 1}" if in_step else f"the work around iteration {iteration + 1}"
         does = "; ".join(f"{name_ranks(known)}: {text}" for text, known in ranks.items())
-        print(f"> {where} stands still for {waited:.0f} s: {does}", file=sys.stderr, flush=True)
+        print(f"> {where} has made no progress for {waited:.0f} s: {does}", file=sys.stderr, flush=True)
 
     def _answer(self) -> str:
         """The main thread's innermost line of Python outside of libraries, and the collective that it waits in."""
