@@ -144,5 +144,5 @@ if __name__ == "__main__":
             before, after = event["imbalance_before"], event["imbalance_after"]
             print(f"{event['balancer']} {event['unit']}: imbalance {before:.2f} -> {after:.2f}", flush=True)
     if losses:
-        print(f"losses {losses[0]:.4f} to {losses[-1]:.4f}; layers lie as {layout}", flush=True)
+        print(f"losses {losses[0]:.4f} to {losses[-1]:.4f}; layout of layers {layout}", flush=True)
     dist.destroy_process_group()

@@ -17,7 +17,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 case "$*" in
 "" | --short) ;;
 *)
-    echo "demo.sh: cannot make sense of '$*'; it takes --short, --venv or nothing" >&2
+    echo "demo.sh: unknown arguments '$*'; it takes --short, --venv or nothing" >&2
     exit 2
     ;;
 esac
@@ -29,7 +29,7 @@ mkdir -p runs/demo || fail "cannot write to $repository/runs/demo"
 rm -rf runs/demo/*
 code=0
 "$python" -W ignore -m benchmarks.together --demo runs/demo "$@" || code=$?
-[ "$code" != 3 ] || exit 1 # too busy, and it has said so
+[ "$code" != 3 ] || exit 1 # the machine is too busy, as the demonstration has printed
 [ "$code" = 0 ] || fail "the demonstration stopped; its logs are in runs/demo"
 "$python" -m balancing.report runs/demo/all/report --html runs/demo/report.html >/dev/null
 echo

@@ -12,7 +12,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 case "$*" in
 "" | --serve) ;;
 *)
-    echo "docs.sh: cannot make sense of '$*'; it takes --serve or nothing" >&2
+    echo "docs.sh: unknown arguments '$*'; it takes --serve or nothing" >&2
     exit 2
     ;;
 esac

@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
-"""Turn text into the .bin/.idx pair that Megatron trains on.
+"""Tokenize text into the .bin/.idx pair that Megatron trains on.
 
-The text is a folder of files (a file is a document), a JSONL file (a line is a document), or the Python standard
-library's own source on this machine, which is real text of heavy-tailed length that needs no download:
+The text is a folder of files (each file is a document), a JSONL file (each line is a document), or the source of the
+Python standard library on this machine: real text with heavy-tailed document lengths that needs no download.
 
     python scripts/prepare_data.py --input notes/ --glob '*.md' --append-eod --output-prefix runs/notes
     python scripts/prepare_data.py --input web.jsonl --tokenizer-type HuggingFaceTokenizer --tokenizer-model gpt2 \\
         --workers 16 --append-eod --output-prefix runs/web
     python scripts/prepare_data.py --stdlib --append-eod --output-prefix runs/stdlib
 
-With --functions each function of a Python file is a document of its own: many short ones and a few long ones, so that a
-training sample of some thousand tokens holds several.
+With --functions each function of a Python file is a document: many short ones and a few long ones, so that a training
+sample of some thousand tokens has several.
 
-The output does not depend on the number of workers, and appears under its name only when it is complete.
+The output does not depend on the number of workers. It appears under its name only when it is complete.
 """
 
 import argparse
@@ -58,7 +58,7 @@ NOT_STDLIB = ("site-packages", "dist-packages", "test", "tests", "idle_test")
 
 @dataclass(frozen=True)
 class Batch:
-    """Documents that one worker tokenizes in one go: whole files, or numbered lines of one JSONL file."""
+    """Documents that one worker tokenizes at once: whole files, or numbered lines of one JSONL file."""
 
     file: Path | None
     documents: list[Path] | list[tuple[int, bytes]]
@@ -67,7 +67,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Tokens:
-    """A batch's documents as one array each, and how many were left out as empty or were not UTF-8 throughout."""
+    """A batch's documents, an array each; the number of empty ones, which are left out; of those not all UTF-8."""
 
     documents: list[np.ndarray]
     empty: int
@@ -75,7 +75,7 @@ class Tokens:
 
 
 class Tokenize:
-    """A batch in, its tokens out. Every worker has one."""
+    """Tokenizes a batch. Every worker has one."""
 
     def __init__(
         self, tokenizer: Any, json_key: str, dtype: type, end_of_document: int | None, functions: bool = False
@@ -113,7 +113,7 @@ def _file_text(path: Path) -> tuple[str, bool]:
 
 
 class _Functions(ast.NodeVisitor):
-    """Collects the first and last line of each function that is in no other function, decorators included."""
+    """Collects the first and last line of each outermost function, decorators included."""
 
     def __init__(self) -> None:
         self.lines: list[tuple[int, int]] = []
@@ -184,7 +184,7 @@ def _batches(file: Path | None, documents: Iterator[tuple[Any, int]]) -> Iterato
 
 
 def read_corpus(args: argparse.Namespace) -> tuple[Iterator[Batch], int]:
-    """The corpus in batches, in an order that only its names decide, and its size in bytes."""
+    """The corpus in batches, ordered by the names of files alone, and its size in bytes."""
     if args.stdlib:
         inputs, globs, leave_out = [Path(sysconfig.get_path("stdlib"))], ["*.py"], NOT_STDLIB
     else:
@@ -217,7 +217,7 @@ def _work(batch: Batch) -> Tokens:
 
 
 def tokenize_all(task: Tokenize, batches: Iterator[Batch], workers: int) -> Iterator[tuple[Batch, Tokens]]:
-    """Each batch with its tokens, in the order of `batches`, worked out by `workers` processes."""
+    """Each batch with its tokens, in the order of `batches`, computed by `workers` processes."""
     if workers == 1:
         for batch in batches:
             yield batch, task(batch)
@@ -234,13 +234,13 @@ def tokenize_all(task: Tokenize, batches: Iterator[Batch], workers: int) -> Iter
         for first, future in waiting:
             yield first, future.result()
     except BrokenProcessPool:
-        raise ValueError("a worker was killed, most likely for want of memory; try fewer --workers") from None
+        raise ValueError("a worker was killed, probably because memory ran out; try fewer --workers") from None
     finally:
         pool.shutdown(cancel_futures=True)
 
 
 def build_tokenizer(args: argparse.Namespace) -> Any:
-    """The tokenizer that the flags ask for. Raises ValueError if it cannot be had."""
+    """The tokenizer that the flags ask for. Raises ValueError if it cannot be built."""
     from megatron.core.tokenizers import MegatronTokenizer
     from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer as build
 
@@ -252,7 +252,7 @@ def build_tokenizer(args: argparse.Namespace) -> Any:
             _eos_id=END_OF_DOCUMENT,
             _pad_id=PADDING,
         )
-    args.pad_vocab_size = False  # a matter of the model's layout, which is not known here
+    args.pad_vocab_size = False  # depends on the model's layout, which is not known here
     try:
         return build(args)
     except Exception as error:  # each tokenizer library fails in its own way
@@ -267,7 +267,7 @@ def write(args: argparse.Namespace) -> None:
 
     if os.path.basename(args.output_prefix) in ("", ".", ".."):
         raise ValueError(
-            f"--output-prefix {args.output_prefix} names a folder; give how its files begin, as in "
+            f"--output-prefix {args.output_prefix} names a folder; add the beginning of the file names, as in "
             f"{os.path.join(args.output_prefix, 'corpus')}"
         )
     target = [Path(f"{args.output_prefix}{end}") for end in (".bin", ".idx")]
@@ -288,7 +288,7 @@ def write(args: argparse.Namespace) -> None:
     task = Tokenize(tokenizer, args.json_key, dtype, end_of_document, args.functions)
     empty = repaired = 0
     inputs = args.input or []
-    # Megatron wants the pair: a stop between the two leaves no .idx rather than one that does not match.
+    # Megatron needs the pair: if the process stops between the two files, there is no .idx rather than a wrong one.
     with output(target[1], inputs) as index, output(target[0], inputs) as data:
         builder = IndexedDatasetBuilder(data.name, dtype=dtype)
         try:
@@ -306,7 +306,7 @@ def write(args: argparse.Namespace) -> None:
             builder.finalize(index.name)
             target[1].unlink(missing_ok=True)
         finally:
-            with suppress(OSError):  # closing flushes, which fails once more on a full disk
+            with suppress(OSError):  # closing flushes, which fails again on a full disk
                 builder.data_file.close()
 
     _summarize(args, np.array(builder.sequence_lengths), empty, repaired)
@@ -336,7 +336,7 @@ def _summarize(args: argparse.Namespace, lengths: np.ndarray, empty: int, repair
     if repaired:
         print(f"Not UTF-8, their undecodable bytes now U+FFFD: {repaired:,} files")
     if args.tokenizer_type == BYTE_LEVEL:
-        # Megatron has no flag for its byte-level tokenizer. Training needs its size and two special tokens, no more.
+        # Megatron has no flag for its byte-level tokenizer. Training needs only its size and its two special tokens.
         print(
             f"Train on it with --data-path {args.output_prefix} --tokenizer-type NullTokenizer "
             f"--vocab-size {BYTE_LEVEL_VOCABULARY} --null-tokenizer-eod-id {END_OF_DOCUMENT} "
@@ -365,12 +365,12 @@ def build_parser() -> Parser:
     corpus.add_argument("--stdlib", action="store_true", help="the Python standard library's source on this machine")
     add = parser.add_argument
     add("--output-prefix", required=True, metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx")
-    add("--glob", nargs="+", default=["*.txt"], metavar="PATTERN", help="names of a folder's files to take (*.txt)")
-    add("--functions", action="store_true", help="a document is a Python function, not a whole file of a folder")
-    add("--json-key", default="text", metavar="KEY", help="where a line's text is (text)")
+    add("--glob", nargs="+", default=["*.txt"], metavar="PATTERN", help="names of files to take from folders (*.txt)")
+    add("--functions", action="store_true", help="each Python function is a document, instead of each file of a folder")
+    add("--json-key", default="text", metavar="KEY", help="key of a line's text (text)")
     add("--append-eod", action="store_true", help="end each document with the end-of-document token")
     add("--workers", type=whole_number(1, 4096), default=len(os.sched_getaffinity(0)), help="processes (one per core)")
-    add("--overwrite", action="store_true", help="replace an output that is already there")
+    add("--overwrite", action="store_true", help="replace existing output files")
     add("--tokenizer-type", default=BYTE_LEVEL, choices=[BYTE_LEVEL, *others], help=f"({BYTE_LEVEL})")
     return parser
 
@@ -378,7 +378,7 @@ def build_parser() -> Parser:
 def main(argv: list[str] | None = None) -> int:
     """Run the command line `argv`. Returns the exit code, as `balancing.command_line` says."""
     with warnings.catch_warnings():
-        # Importing Megatron warns of every optional kernel that is missing. None has a part in this.
+        # Importing Megatron warns of every missing optional kernel. None is used here.
         warnings.simplefilter("ignore")
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
         return build_parser().run(write, argv)

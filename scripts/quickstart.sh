@@ -16,7 +16,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 case "$*" in
 "" | --again) ;;
 *)
-    echo "quickstart.sh: cannot make sense of '$*'; it takes --again, --venv or nothing" >&2
+    echo "quickstart.sh: unknown arguments '$*'; it takes --again, --venv or nothing" >&2
     exit 2
     ;;
 esac
@@ -32,9 +32,9 @@ mkdir -p "$run" || fail "cannot write to $repository/$run"
 [ "${1:-}" != --again ] || rm -rf "$run/checkpoint" "$run/report" "$run/report.html" "$run/tensorboard"
 
 if [ -e "$corpus.bin" ] && [ -e "$corpus.idx" ]; then
-    echo "Corpus: $corpus.bin and .idx, made before"
+    echo "Corpus: $corpus.bin and .idx exist"
 else
-    echo "Corpus: the functions of the Python standard library, each a document, into $corpus.bin and .idx"
+    echo "Corpus: writing the functions of the Python standard library, a document each, to $corpus.bin and .idx"
     "$python" scripts/prepare_data.py --stdlib --functions --append-eod --overwrite --output-prefix "$corpus"
 fi
 
@@ -45,7 +45,7 @@ trained() {
 }
 
 if trained; then
-    echo "Model: $run/checkpoint, trained before (train anew with: scripts/quickstart.sh --again)"
+    echo "Model: $run/checkpoint is trained already (to train again: scripts/quickstart.sh --again)"
 else
     device=(--device auto --bf16)
     program=examples/dynamic_models/pretrain.py
@@ -53,7 +53,7 @@ else
     if [ "$gpus" -lt 4 ]; then
         device=(--device cpu)
         program=scripts/pretrain_paced.py # moved layers shorten its steps, although processes share cores
-        [ "$gpus" = 0 ] || echo "$gpus GPU(s), and the four processes need one each: training on the CPU"
+        [ "$gpus" = 0 ] || echo "$gpus GPU(s), but the four processes need one each: training on the CPU"
     fi
     echo "Model: training for $iterations iterations, about four minutes on two cores; log in $run/train.log"
     [ "$program" = examples/dynamic_models/pretrain.py ] ||

@@ -35,7 +35,7 @@ elif [ "${1:-}" = --soak ]; then
 fi
 
 has() {
-    "$python" -m "$1" --version >/dev/null 2>&1 || { echo "$1 is not installed: not run" && false; }
+    "$python" -m "$1" --version >/dev/null 2>&1 || { echo "$1 is not installed: skipped" && false; }
 }
 if has ruff; then
     "$python" -m ruff check .

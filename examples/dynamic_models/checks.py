@@ -7,7 +7,7 @@ from megatron.balanced.shared.incompatible import Incompatible, check_compatible
 
 __all__ = ["INCOMPATIBLE", "check_dynamics"]
 
-# Each scheme is checked as DYNAMICS and by its own name; those that leave tokens out as SKIP, too.
+# Each scheme is checked as DYNAMICS and by its own name; schemes that leave tokens out also as SKIP.
 DYNAMICS, FREEZE, PRUNE, EXIT, SKIP, SPARSE = "dynamics", "freeze", "prune", "exit", "skip", "sparse"
 
 _OFF = (None,)
@@ -95,7 +95,7 @@ def check_dynamics(args: argparse.Namespace, config: DynamicsConfig) -> None:
         scheme, last = shown("early_exit_layers", config.early_exit_layers), config.early_exit_layers[-1]
         if last >= args.num_layers:
             raise ValueError(
-                f"{scheme}: behind layer {last} of --num-layers {args.num_layers} nothing is left to skip; name layers "
+                f"{scheme}: after layer {last} of --num-layers {args.num_layers} no layer is left to skip; name layers "
                 f"up to {args.num_layers - 1}"
             )
         _check(args, EXIT, scheme)

@@ -18,7 +18,7 @@ class DynamicsConfig:
 
     freeze_layers: int = setting(
         0,
-        "Freeze the embedding and up to N layers behind it during training. A frozen layer only runs forward: it has "
+        "Freeze the embedding and up to N layers after it during training. A frozen layer only runs forward: it has "
         "no backward pass, stores no activations and takes no part in gradient reduction and the optimizer's step.",
         least=0,
     )
@@ -69,7 +69,7 @@ class DynamicsConfig:
     prune_interval: int = setting(100, "Prune every N iterations.", needs="prune_sparsity", least=1)
     prune_sparse_density: float = setting(
         0.05,
-        "Multiply by a weight matrix as a sparse one once at most this fraction of it remains; 0 for never. "
+        "Use a sparse matrix product for a weight once at most this fraction of it remains; 0 for never. "
         "benchmarks/layers/dynamics.py measures where that pays.",
         needs="prune_sparsity",
         least=0,
@@ -77,8 +77,9 @@ class DynamicsConfig:
     )
     sparse_attention: str = setting(
         "none",
-        "blocks: each block of queries attends to the blocks of keys that its mean query scores highest. hash: to "
-        "those with which it shares most hash buckets. Both to itself and the first block too.",
+        "blocks: each block of queries attends to the blocks of keys that its mean query scores highest. hash: it "
+        "attends to the blocks with which it shares most hash buckets. With both, it also attends to itself and to the "
+        "first block.",
         choices=("none", "blocks", "hash"),
     )
     sparse_attention_block: int = setting(64, "Tokens in a block.", needs="sparse_attention", least=1)
@@ -87,8 +88,8 @@ class DynamicsConfig:
     )
     early_exit_layers: tuple[int, ...] = setting(
         (),
-        "Tokens may exit behind these layers (from 1). An exited token skips the layers that follow, and its loss is "
-        "that of the exit.",
+        "Tokens may exit after these layers (from 1). An exited token skips the remaining layers, and its loss is "
+        "computed from its hidden state at the exit.",
     )
     early_exit_threshold: float = setting(
         0.99,
@@ -98,7 +99,7 @@ class DynamicsConfig:
         most=1,
     )
     early_exit_start: int = setting(
-        0, "Iterations at the start in which no token exits.", needs="early_exit_layers", least=0
+        0, "Number of iterations at the start in which no token exits.", needs="early_exit_layers", least=0
     )
     early_exit_loss_weight: float = setting(
         1.0, "Weight of the loss of exited tokens; 1 for that of others.", needs="early_exit_layers", least=0
@@ -118,7 +119,7 @@ class DynamicsConfig:
         check_settings(self)
         object.__setattr__(self, "early_exit_layers", tuple(sorted(set(self.early_exit_layers))))
         if self.early_exit_layers and self.early_exit_layers[0] < 1:
-            raise SettingError("early_exit_layers", self.early_exit_layers, "has to name layers from 1 on")
+            raise SettingError("early_exit_layers", self.early_exit_layers, "must name layers from 1 on")
         if self.early_exit_layers and self.mixture_of_depths:
             raise SettingError(
                 "mixture_of_depths",
@@ -128,13 +129,13 @@ class DynamicsConfig:
             )
         if self.prune_sparsity and self.prune_end < self.prune_start:
             raise SettingError(
-                "prune_end", self.prune_end, f"lies before --prune-start {self.prune_start}; name a later iteration"
+                "prune_end", self.prune_end, f"is before --prune-start {self.prune_start}; name a later iteration"
             )
         if self.freeze_layers_until and self.freeze_layers_until <= self.freeze_layers_start:
             raise SettingError(
                 "freeze_layers_until",
                 self.freeze_layers_until,
-                f"must lie behind --freeze-layers-start {self.freeze_layers_start}; 0 never unfreezes",
+                f"must be after --freeze-layers-start {self.freeze_layers_start}; 0 never unfreezes",
             )
         if self.freeze_layers and self.freeze_layers_policy == "plasticity" and not self.freeze_layers_interval:
             raise SettingError(

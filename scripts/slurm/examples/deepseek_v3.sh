@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# A model like DeepSeek-V3 on 128 nodes of eight GPUs: 61 layers in sixteen stages, of which the first three are dense, 256
-# experts over the 64 ranks of eight nodes, multi-latent attention, and one layer of multi-token prediction, which stays on
-# the last stage. Expert bias keeps routing even over many batches, not in each of them: hot experts get replicas. The
-# dense layers, the head and the prediction make stages uneven: layers move.
+# A model like DeepSeek-V3 on 128 nodes of eight GPUs: 61 layers in 16 stages (the first three layers are dense), 256 experts
+# over the 64 ranks of eight nodes, multi-latent attention, and one layer of multi-token prediction, which stays on the last
+# stage. Expert bias balances routing over many batches, but not within each batch, so hot experts get replicas. Dense
+# layers, head and prediction make stages uneven, so layers move.
 #
 #     DATA=/shared/corpus TOKENIZER=/shared/tokenizer RUN=/shared/runs/v3 scripts/slurm/examples/deepseek_v3.sh
 #     scripts/slurm/examples/deepseek_v3.sh --balance-dry-run

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# A dense model of 7 billion parameters with 128k tokens a sequence on 16 nodes of eight GPUs. Documents of books, code and
-# web pages are packed, most of them short and a few as long as the sequence, so that context-parallel ranks with equal
-# tokens have unequal attention: sequences are balanced over the 8 ranks of a node. The head of 128k words makes the last
-# of the two stages slower, so layers settle once.
+# A dense model of 7 billion parameters with 128k tokens a sequence on 16 nodes of eight GPUs. Packed documents are books,
+# code and web pages: most are short, a few as long as the sequence. Context-parallel ranks with equal tokens therefore have
+# unequal attention, and sequences are balanced over the 8 ranks of a node. The head of 128k words makes the last of the two
+# stages slower, so layers are balanced once.
 #
 #     DATA=/shared/corpus TOKENIZER=/shared/tokenizer RUN=/shared/runs/7b scripts/slurm/examples/dense_7b_long_context.sh
 #     scripts/slurm/examples/dense_7b_long_context.sh --balance-dry-run

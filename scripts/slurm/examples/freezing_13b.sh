@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Further training of a dense model of 13 billion parameters on 16 nodes of eight GPUs, whose front layers are frozen one
-# by one when they have stopped changing (Egeria). Frozen layers run forward only, so the first stages idle: layers move
-# there, and as soon as fewer stages do as well their nodes are given back to Slurm while training goes on.
+# Continued training of a dense model of 13 billion parameters on 16 nodes of eight GPUs. Front layers are frozen one by one
+# when they have stopped changing (Egeria). Frozen layers only run forward, so the first stages would idle: layers move to
+# them. Once fewer stages are enough, the nodes of the others are returned to Slurm while training continues.
 #
 #     DATA=/shared/corpus TOKENIZER=/shared/tokenizer RUN=/shared/runs/13b scripts/slurm/examples/freezing_13b.sh
 #     scripts/slurm/examples/freezing_13b.sh --balance-dry-run

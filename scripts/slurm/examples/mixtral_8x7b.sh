@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# A model like Mixtral 8x7B on 8 nodes of eight GPUs: four stages, and in each the eight experts on the ranks of two groups
-# of eight. Routers are free to prefer experts (a small auxiliary loss), and hot experts get replicas; layers are moved
-# where stages turn out uneven.
+# A model like Mixtral 8x7B on 8 nodes of eight GPUs: four stages, each with two expert-parallel groups of eight ranks. The
+# auxiliary loss is small, so routers may prefer experts, and hot experts get replicas. Documents are balanced over the
+# context-parallel ranks, and layers move if stages are uneven.
 #
 #     DATA=/shared/corpus TOKENIZER=/shared/tokenizer RUN=/shared/runs/mixtral scripts/slurm/examples/mixtral_8x7b.sh
 #     scripts/slurm/examples/mixtral_8x7b.sh --balance-dry-run

@@ -1,9 +1,9 @@
 # shellcheck shell=bash
 #
 # Sourced by the examples. submit NODES ARGUMENTS...: submits pretrain_gpt.sbatch on nodes of eight GPUs. With
-# --balance-dry-run among the arguments it describes the same job here instead, without Slurm and without a GPU.
+# --balance-dry-run among the arguments, it describes the job on this machine instead, without Slurm and without a GPU.
 #
-# The examples take further arguments of pretrain_gpt.py, which win over theirs: examples/mixtral_8x7b.sh --lr 1e-4.
+# The examples take further arguments of pretrain_gpt.py, which override theirs: examples/mixtral_8x7b.sh --lr 1e-4.
 
 slurm=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
@@ -18,18 +18,18 @@ submit() {
     fi
     if [ -z "${DATA:-}" ] || [ -z "${TOKENIZER:-}" ]; then
         echo "$(basename "$0"): set DATA to a corpus that scripts/prepare_data.py wrote, without .bin, and TOKENIZER to a" \
-            "folder of Hugging Face's; only --balance-dry-run goes without" >&2
+            "folder with a Hugging Face tokenizer; only --balance-dry-run works without" >&2
         exit 1
     fi
     if ! command -v sbatch >/dev/null; then
-        echo "$(basename "$0"): sbatch is not here; submit where Slurm is, or add --balance-dry-run" >&2
+        echo "$(basename "$0"): sbatch is not installed; submit where Slurm is, or add --balance-dry-run" >&2
         exit 1
     fi
     exec sbatch --nodes "$nodes" --ntasks-per-node 8 --gpus-per-node 8 --time 24:00:00 --job-name "$(basename "$0" .sh)" \
         "$slurm/pretrain_gpt.sbatch" "$@"
 }
 
-# The job's files, on storage that every node sees. RUN: where checkpoints and the report go.
+# The job's files, on storage that every node can access. RUN: the folder of checkpoints and the report.
 run=${RUN:-runs/$(basename "$0" .sh)}
 if [ -n "${DATA:-}" ]; then data=(--data-path "$DATA" --split "99,1,0"); else data=(--mock-data); fi
 
