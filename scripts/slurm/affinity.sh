@@ -1,5 +1,5 @@
-# Where a rank runs: its GPU, its cores, the NIC next to them, and the network interface that gloo and NCCL are told to
-# use. A rank far from its NIC or tied to one core is slow in a way no training log shows. Sourced by rank.sh.
+# Prints where a rank runs: its GPU, its cores, the nearest NIC, and the network interface for gloo and NCCL, which it chooses.
+# Training logs do not show why a rank is slow that is far from its NIC or bound to one core. Sourced by rank.sh.
 # shellcheck shell=bash disable=SC2153 # RANK, LOCAL_RANK, ... are set by rank.sh
 
 # numa_of_cpus LIST [SYS]: NUMA nodes of a list of cores such as "0-15,64-79", comma-separated; "?" when unknown.
@@ -91,9 +91,9 @@ nearest_nic() {
     printf '%s (%s)' "${near[local_rank % ${#near[@]}]}" "$reason"
 }
 
-# choose_interfaces: GLOO_SOCKET_IFNAME is the interface that leads to another node of the job. Left alone, gloo takes
-# the one its host name resolves to, often the loopback, and the job hangs. NCCL picks RDMA devices by itself and needs
-# an interface only to get started; over plain Ethernet it may use several, so it is left alone.
+# choose_interfaces: sets GLOO_SOCKET_IFNAME to the interface to another node of the job. By default gloo uses the interface
+# that its host name resolves to, often the loopback, and the job hangs. NCCL selects RDMA devices itself and needs an
+# interface only to start; over plain Ethernet it may use several, so NCCL_SOCKET_IFNAME is not set there.
 choose_interfaces() {
     local peer=$MASTER_ADDR address device=""
     ((NODE_RANK == 0)) && peer=${MASTER_PEER:-$MASTER_ADDR}

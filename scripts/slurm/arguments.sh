@@ -1,5 +1,5 @@
-# Training arguments of pretrain_gpt.sbatch: mistakes that would cost a queue's wait, and what makes a job safe to requeue.
-# Sourced; uses say, die and job_field.
+# Training arguments of pretrain_gpt.sbatch: refuses mistakes before the job waits in a queue, and adds what a requeued job
+# needs. Sourced; uses say, die and job_field.
 # shellcheck shell=bash disable=SC2034 # what is set here is read by pretrain_gpt.sbatch
 
 # Options of sbatch that, written after the script's name, would silently become training arguments.
@@ -34,8 +34,8 @@ has_flag() {
     return 1
 }
 
-# needs_one_queue ARGUMENTS...: whether Megatron demands CUDA_DEVICE_MAX_CONNECTIONS=1, as it does for tensor and context
-# parallelism before Blackwell. Everything else hides transfers better with several queues to a GPU; FSDP demands them.
+# needs_one_queue ARGUMENTS...: whether Megatron requires CUDA_DEVICE_MAX_CONNECTIONS=1, as for tensor and context
+# parallelism before Blackwell. Otherwise several queues to a GPU overlap transfers better; FSDP requires them.
 needs_one_queue() {
     [[ " $* " != *fsdp* ]] && ! has_flag --overlap-moe-expert-parallel-comm "$@" || return 1
     local capability flag size
@@ -53,8 +53,8 @@ needs_one_queue() {
 # last_checkpoint: the iteration of the last complete checkpoint in SAVE; Megatron writes this file last.
 last_checkpoint() { cat "$SAVE/latest_checkpointed_iteration.txt" 2>/dev/null; }
 
-# A requeued job runs the same command again. So that it goes on rather than starts over, what it loads is what it
-# saved, from the moment there is something saved; until then the user's own --load stands.
+# A requeued job runs the same command again. To continue, it loads from --save once there is a checkpoint; until then, the
+# user's own --load is kept.
 resume_arguments() {
     TRAIN_ARGUMENTS=("$@")
     SAVE=$(value_of --save "$@")

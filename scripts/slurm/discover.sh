@@ -1,5 +1,5 @@
-# What a job learns about itself before it starts ranks: which Python, how many ranks on which nodes, where the master is.
-# Sourced by pretrain_gpt.sbatch; uses say, die and REPOSITORY. Everything found here can be set from outside instead.
+# What a job finds out before it starts ranks: the Python to use, the number of ranks per node, the address of the master.
+# Sourced by pretrain_gpt.sbatch; uses say, die and REPOSITORY. Environment variables override what is found here.
 # shellcheck shell=bash disable=SC2034 # what is set here is read by pretrain_gpt.sbatch
 
 # find_program: PYTHON and TRAIN_SCRIPT, and CONTAINER (pyxis, apptainer, singularity or empty).
@@ -40,7 +40,7 @@ launch_options() {
     ((OVERCOMMIT == 0)) || SRUN_EXTRA+=(--overcommit)
 }
 
-# find_layout: as many ranks as tasks were asked for; else one per GPU; else one per node.
+# find_layout: one rank per requested task; else one per GPU; else one per node.
 find_layout() {
     NODES=$SLURM_JOB_NUM_NODES
     local tasks=${SLURM_NTASKS:-} gpus=${SLURM_GPUS_ON_NODE:-0}
@@ -75,8 +75,8 @@ find_layout() {
     fi
 }
 
-# address_of NODE: a name or address at which other nodes reach it. A node's name in Slurm need not be known to the
-# resolver (cloud nodes, several slurmd on one host); Slurm's own NodeAddr is.
+# address_of NODE: a name or address at which other nodes reach NODE. The resolver need not know a node's name in Slurm
+# (cloud nodes, several slurmd on one host), but it knows Slurm's NodeAddr.
 address_of() {
     if getent ahosts "$1" >/dev/null; then
         printf '%s' "$1"
@@ -93,9 +93,9 @@ port_is_free() {
     done
 }
 
-# find_master: the first node, and a port made from the job's number so that jobs that share a node do not meet. Ports
-# 10000 to 29999 lie below those that Linux hands out to clients. MASTER_PEER is the second node: the master finds the
-# interface for its traffic by it.
+# find_master: the first node, and a port computed from the job's number, so that jobs that share a node use different ports.
+# Ports 10000 to 29999 are below those that Linux gives to clients. MASTER_PEER is the second node; the master uses it to
+# find the interface for its traffic.
 find_master() {
     local hosts candidate
     mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
@@ -126,8 +126,8 @@ seconds_left() {
     echo $((end - $(date +%s)))
 }
 
-# report_failure STATUS: which rank failed first and the end of its log. FAILURE_CODE becomes that rank's exit code:
-# srun's own status is the highest of all, which is often that of a rank it had to kill.
+# report_failure STATUS: prints which rank failed first, and the end of its log. FAILURE_CODE becomes that rank's exit code.
+# srun's own status is the highest of all ranks, often that of a rank that srun killed.
 report_failure() {
     FAILURE_CODE=$1
     if [[ -f $LOG_DIR/first_failure ]]; then

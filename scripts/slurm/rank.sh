@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# One rank of a job: takes its number from Slurm, shows where it runs, trains with its output in its own log, and says so
-# when it fails. Started by srun in pretrain_gpt.sbatch, once per rank: rank.sh COMMAND ARGUMENTS...
+# One rank of a job: takes its number from Slurm, prints where it runs, trains with its output in its own log, and reports a
+# failure. Started by srun in pretrain_gpt.sbatch, once per rank: rank.sh COMMAND ARGUMENTS...
 set -u
 
 export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID NODE_RANK=$SLURM_NODEID
@@ -27,7 +27,7 @@ run=$((${SLURM_RESTART_COUNT:-0} + 1))
 # The job's own log shows every rank of a small job and the first node of a large one.
 ((WORLD_SIZE > 64 && NODE_RANK > 0)) || tail -n 1 "$log"
 
-# Slurm signals every process of a rank. This shell outlives SIGTERM, which training answers with a checkpoint.
+# Slurm signals every process of a rank. This shell ignores SIGTERM; training writes a checkpoint when it gets the signal.
 trap : TERM
 exec 2>>"$log"
 "$@" >>"$log"
@@ -40,7 +40,7 @@ if ((code > 128)); then
     words="killed by SIG$(kill -l "$code" 2>/dev/null || echo " $((code - 128))")"
     ((code != 137)) || words+=" (often out of host memory: sbatch --mem)"
 fi
-# noclobber: the file belongs to the rank that comes first.
+# noclobber: the first rank that fails writes the file.
 (set -o noclobber && echo "$RANK $code on ${SLURMD_NODENAME:-$(hostname)}, $words" >"$LOG_DIR/first_failure") 2>/dev/null
 echo "rank $RANK on ${SLURMD_NODENAME:-$(hostname)} failed: $words" | tee -a "$log"
 exit "$code"
