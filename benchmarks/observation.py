@@ -94,7 +94,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer steps, noisier figures")
     parser.add_argument("--in-parts", action="store_true", help="with --overlap-moe-expert-parallel-comm")
-    parser.add_argument("--json", metavar="FILE", help="write the rows there as well")
+    parser.add_argument("--json", metavar="FILE", help="also write the rows to FILE")
     parser.add_argument("--rank-of", metavar="FOLDER", help=argparse.SUPPRESS)
     parser.add_argument("--steps", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -253,9 +253,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.published", description=(__doc__ or "").partition("\n")[0]
     )
-    parser.add_argument("--quick", action="store_true", help="figures of README.md, in 20 minutes")
+    parser.add_argument("--quick", action="store_true", help="only figures of README.md, in 20 minutes")
     parser.add_argument("--only", nargs="+", choices=list(RUNS), metavar="RUN", help="only these: " + ", ".join(RUNS))
-    parser.add_argument("--json", metavar="FILE", help="write what was found there")
+    parser.add_argument("--json", metavar="FILE", help="write the new figures to FILE")
     options = parser.parse_args(arguments)
     chosen = [each for each in FIGURES if each.file == "README.md" or not options.quick]
     names = [name for name in options.only or RUNS if name in {each.run for each in chosen}]

@@ -19,7 +19,7 @@ def main(arguments: list[str] | None = None) -> int:
     input, 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.emulated",
-        description="Run a script once a rank on an emulated cluster: nodes with slow network cards, on this machine.",
+        description="Run a script once per rank on an emulated cluster on this machine, with slow network cards.",
         epilog="Everything after -- is handed to Python: a script and its arguments, or -m and a module.",
     )
     parser.add_argument("--nodes", type=int, default=1, help="nodes of the cluster (default 1)")
@@ -27,7 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--nics-per-node", type=int, default=1, help="network cards of each node (default 1)")
     parser.add_argument("--nic", metavar="RATE", help="rate of each card in each direction: 25MB/s, 200Mbit/s, 1GB/s")
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="stop the run after this long")
-    parser.add_argument("--log-dir", metavar="DIR", help="write each rank's output to a file there, not to the screen")
+    parser.add_argument("--log-dir", metavar="DIR", help="write each rank's output to a file in DIR, not to the screen")
     parser.add_argument("command", nargs="+", metavar="script", help="script and arguments, after --")
     options = parser.parse_args(arguments)
     try:

@@ -213,13 +213,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.emulated.calibration",
-        description="Compare what the emulated cluster takes by the clock with what it should take by arithmetic.",
+        description="Compare measured times on the emulated cluster with computed ones.",
     )
     parser.add_argument("--quick", action="store_true", help="8 ranks, fewer cases, fewer repeats; under a minute")
-    parser.add_argument("--json", metavar="FILE", help="write the rows there")
-    parser.add_argument(
-        "--figure", metavar="FILE", help="draw the ratios there; the ending says the format, as in .svg"
-    )
+    parser.add_argument("--json", metavar="FILE", help="write the rows to FILE")
+    parser.add_argument("--figure", metavar="FILE", help="draw the ratios into FILE, in the format of its suffix")
     options = parser.parse_args(arguments)
     load = os.getloadavg()[0]
     print(f"{os.cpu_count()} cores, load {load:.1f} before the start; emulated cluster on the CPU", flush=True)

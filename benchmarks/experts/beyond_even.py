@@ -73,7 +73,7 @@ def modelled_seconds(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.experts.beyond_even")
-    parser.add_argument("--trace", metavar="FILE", help="recorded loads, an .npz file; made-up ones by default")
+    parser.add_argument("--trace", metavar="FILE", help="recorded loads, an .npz file; synthetic loads by default")
     options = parser.parse_args(arguments)
     met = True
     print(f"modelled; {'recorded' if options.trace else 'made-up'} loads; throughput over forced balance")

@@ -331,14 +331,14 @@ def _parser() -> argparse.ArgumentParser:
         description="Step time with hot experts on an emulated cluster, method by method, against forced balance.",
     )
     parser.add_argument("--quick", action="store_true", help="8 ranks, fewer methods, layers and steps; under a minute")
-    parser.add_argument("--trace", metavar="FILE", help="recorded loads, an .npz file; made-up ones by default")
-    parser.add_argument("--ranks", type=int, choices=(8, 16), help="only that many; both by default")
+    parser.add_argument("--trace", metavar="FILE", help="recorded loads, an .npz file; synthetic loads by default")
+    parser.add_argument("--ranks", type=int, choices=(8, 16), help="only this number of ranks; both by default")
     parser.add_argument(
         "--micro-batches", type=int, choices=(1, 2, 4, 8, 16), metavar="N",
-        help="of a step, with few methods: 1, 2, 4, 8 or 16",
+        help="micro-batches of a step: 1, 2, 4, 8 or 16; with few methods",
     )  # fmt: skip
-    parser.add_argument("--json", metavar="FILE", help="write the rows there")
-    parser.add_argument("--figure", metavar="FILE", help="draw the step times there; the ending says the format: .svg")
+    parser.add_argument("--json", metavar="FILE", help="write the rows to FILE")
+    parser.add_argument("--figure", metavar="FILE", help="draw the step times into FILE, in the format of its suffix")
     return parser
 
 

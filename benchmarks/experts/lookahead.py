@@ -184,7 +184,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Train, evaluate and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="40 iterations instead of 200")
-    parser.add_argument("--json", metavar="FILE", help="write the rows there")
+    parser.add_argument("--json", metavar="FILE", help="write the rows to FILE")
     options = parser.parse_args(arguments)
     iterations, windows = (40, (30,)) if options.quick else (200, (30, 100, 190))
     rows = []

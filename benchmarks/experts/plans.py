@@ -401,7 +401,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--quick", action="store_true", help="fewer loads; under a minute")
     parser.add_argument("--trace", metavar="FILE", help="recorded loads, .npz")
-    parser.add_argument("--json", metavar="FILE", help="write the rows there")
+    parser.add_argument("--json", metavar="FILE", help="write the rows to FILE")
     parser.add_argument("--workloads", action="store_true", help="only W0 to W7 (benchmarks.experts.workloads)")
     options = parser.parse_args(arguments)
     if options.workloads:

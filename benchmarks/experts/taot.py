@@ -73,7 +73,7 @@ def compare(ranks: int, percent: int, draw: Callable, draws: int) -> dict[str, t
 def main(arguments: list[str] | None = None) -> int:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--draws", type=int, default=10, help="loads of each row (default 10)")
+    parser.add_argument("--draws", type=int, default=10, help="number of loads of each row (default 10)")
     options = parser.parse_args(arguments)
     print("weighted transfers (inside + 3 x between), and points of imbalance left; ECHO to TAOT as published")
     print(

@@ -76,7 +76,7 @@ def measure(train: int, steps: int, rounds: int) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer steps, noisier figures")
-    parser.add_argument("--json", metavar="FILE", help="write the rows there as well")
+    parser.add_argument("--json", metavar="FILE", help="also write the rows to FILE")
     options = parser.parse_args()
     rows = measure(10, 10, 1) if options.quick else measure(60, 24, 3)
     print(f"{'balancing':>9} {'step, ms':>9} {'/ off':>6} {'max / mean':>10} {'steps':>6}")

@@ -166,8 +166,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer steps, noisier figures")
     parser.add_argument("--table", choices=["layers", "crossover"], help="only one of the two tables")
-    parser.add_argument("--schemes", metavar="TEXT", default="", help="only schemes whose name has TEXT in it")
-    parser.add_argument("--json", metavar="FILE", help="write the rows there as well")
+    parser.add_argument("--schemes", metavar="TEXT", default="", help="only schemes whose name contains TEXT")
+    parser.add_argument("--json", metavar="FILE", help="also write the rows to FILE")
     options = parser.parse_args()
     torch.set_num_threads(1)
     tables: dict[str, list[dict[str, Any]]] = {}

@@ -117,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--quick", action="store_true", help="three of the six cases, each plan once")
     parser.add_argument("--cases", nargs="+", choices=[*TRACES], metavar="NAME", help="only these cases")
-    parser.add_argument("--json", metavar="FILE", help="write the rows there")
+    parser.add_argument("--json", metavar="FILE", help="write the rows to FILE")
     options = parser.parse_args(arguments)
     load = os.getloadavg()[0]
     print(f"{os.cpu_count()} cores, load {load:.1f} before the start; emulated cluster on the CPU", flush=True)

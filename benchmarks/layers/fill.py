@@ -173,8 +173,8 @@ def _at(cost: LayerSeconds, weight_share: np.ndarray | float, chunks: int, micro
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="three moments of a run, four micro-batches a stage")
-    parser.add_argument("--json", type=Path, help="file for the rows")
+    parser.add_argument("--quick", action="store_true", help="three points of a run, four micro-batches a stage")
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
     args = parser.parse_args()
     with Progress(console=Console(stderr=True)) as progress:
         found = list(rows(args.quick, progress))

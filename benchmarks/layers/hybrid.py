@@ -190,9 +190,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.layers.hybrid", description=(__doc__ or "").partition("\n")[0]
     )
-    parser.add_argument("--emulated", action="store_true", help="run the pipelines by the clock, too")
+    parser.add_argument("--emulated", action="store_true", help="also run the pipelines on emulated ranks")
     parser.add_argument("--cases", nargs="+", metavar="NAME", choices=[case.name for case in CASES], help="only these")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write the rows there")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the rows to this file")
     options = parser.parse_args(arguments)
     cases = [case for case in CASES if not options.cases or case.name in options.cases]
     found = rows(cases, emulated=options.emulated)

@@ -325,7 +325,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="four stages, one size of messages")
     parser.add_argument("--emulated", action="store_true", help="steps on emulated ranks")
-    parser.add_argument("--json", type=Path, help="file for the rows")
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
     args = parser.parse_args()
     if args.emulated:
         emulated = _emulate()

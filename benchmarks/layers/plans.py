@@ -393,9 +393,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--quick", action="store_true", help="shorter runs, one number of layers; under a minute")
     parser.add_argument("--layers", type=int, nargs="+", metavar="N", help="numbers of layers (default: 32 48)")
-    parser.add_argument("--trace", type=Path, nargs="+", metavar="FILE", help="replay these recordings, nothing else")
-    parser.add_argument("--json", metavar="FILE", help="write the rows there")
-    parser.add_argument("--figure", metavar="FILE", help="draw the speedups there; the ending says the format")
+    parser.add_argument("--trace", type=Path, nargs="+", metavar="FILE", help="only replay these recordings")
+    parser.add_argument("--json", metavar="FILE", help="write the rows to FILE")
+    parser.add_argument("--figure", metavar="FILE", help="draw the speedups into FILE, in the format of its suffix")
     options = parser.parse_args(arguments)
     load = os.getloadavg()[0]
     iterations = 800 if options.quick else 4000

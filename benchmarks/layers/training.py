@@ -145,7 +145,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="freezing alone, fewer steps, noisier figures")
     parser.add_argument("--cases", nargs="+", choices=[*CASES], metavar="NAME", help="only these")
-    parser.add_argument("--json", metavar="FILE", help="write the rows there as well")
+    parser.add_argument("--json", metavar="FILE", help="also write the rows to FILE")
     options = parser.parse_args()
     load = os.getloadavg()[0]
     rows, wrong = [], []

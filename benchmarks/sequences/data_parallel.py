@@ -232,7 +232,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m benchmarks.sequences.data_parallel", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("--quick", action="store_true", help="one step each, 8 ranks alone")
-    parser.add_argument("--json", metavar="FILE", help="write the rows there")
+    parser.add_argument("--json", metavar="FILE", help="write the rows to FILE")
     options = parser.parse_args(arguments)
     rows = sorted(_rows(options.quick), key=lambda row: [_TOKENS, _AREA, _APART, _TOGETHER].index(row.section))
     try:

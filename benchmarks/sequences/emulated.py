@@ -298,8 +298,8 @@ def _parser() -> argparse.ArgumentParser:
         "--quick", action="store_true", help="one cluster and distribution, fewer methods; about two minutes"
     )
     parser.add_argument("--cluster", choices=list(CLUSTERS), help="only this one; both by default")
-    parser.add_argument("--json", metavar="FILE", help="write the rows there")
-    parser.add_argument("--figure", metavar="FILE", help="draw the step times there; the ending says the format: .svg")
+    parser.add_argument("--json", metavar="FILE", help="write the rows to FILE")
+    parser.add_argument("--figure", metavar="FILE", help="draw the step times into FILE, in the format of its suffix")
     return parser
 
 

@@ -315,10 +315,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m benchmarks.sequences.launches", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("--quick", action="store_true", help="one batch of each distribution, 8 and 16 ranks")
-    parser.add_argument("--lengths", metavar="FILE", help="recorded lengths: .npz, or text with one a line")
+    parser.add_argument("--lengths", metavar="FILE", help="recorded lengths: .npz, or text with one per line")
     parser.add_argument("--ranks", type=int, nargs="+", metavar="N", help="numbers of ranks (default 8 16 64)")
-    parser.add_argument("--window", type=int, metavar="N", help="tokens before itself that a token sees (default all)")
-    parser.add_argument("--json", metavar="FILE", help="write the rows there")
+    parser.add_argument("--window", type=int, metavar="N", help="previous tokens that a token attends to (default all)")
+    parser.add_argument("--json", metavar="FILE", help="write the rows to FILE")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     try:

@@ -286,10 +286,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m benchmarks.sequences.micro_batches", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("--quick", action="store_true", help="fewer steps, 8 micro-batches alone")
-    parser.add_argument("--emulated", action="store_true", help="measure steps on 4 emulated pipeline stages, too")
-    parser.add_argument("--lengths", metavar="FILE", help="recorded lengths: .npz, or text with one a line")
+    parser.add_argument("--emulated", action="store_true", help="also measure steps on 4 emulated pipeline stages")
+    parser.add_argument("--lengths", metavar="FILE", help="recorded lengths: .npz, or text with one per line")
     parser.add_argument("--sources", nargs="+", metavar="NAME", help="only these distributions")
-    parser.add_argument("--json", metavar="FILE", help="write the rows there")
+    parser.add_argument("--json", metavar="FILE", help="write the rows to FILE")
     options = parser.parse_args(arguments)
     load = os.getloadavg()[0]
     try:

@@ -178,7 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--quick", action="store_true", help="one batch of each distribution instead of two")
     parser.add_argument("--ranks", type=int, nargs="+", metavar="N", default=[16, 64, 128], help="multiples of 8")
-    parser.add_argument("--lengths", metavar="FILE", help="recorded lengths: .npz, or text with one a line")
+    parser.add_argument("--lengths", metavar="FILE", help="recorded lengths: .npz, or text with one per line")
     options = parser.parse_args(arguments)
     if wrong := [ranks for ranks in options.ranks if ranks < 8 or ranks % 8]:
         print(f"--ranks {wrong[0]} does not fill nodes of 8 ranks; give multiples of 8", file=sys.stderr)

@@ -309,11 +309,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m benchmarks.sequences.plans", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("--quick", action="store_true", help="fewer batches and sizes; about a minute")
-    parser.add_argument("--lengths", metavar="FILE", help="recorded lengths: .npz, or text with one a line")
+    parser.add_argument("--lengths", metavar="FILE", help="recorded lengths: .npz, or text with one per line")
     parser.add_argument(
         "--ranks", type=int, nargs="+", metavar="N", help="numbers of ranks, multiples of 8 (default 16 32 64 128)"
     )
-    parser.add_argument("--json", metavar="FILE", help="write the rows there")
+    parser.add_argument("--json", metavar="FILE", help="write the rows to FILE")
     options = parser.parse_args(arguments)
     load = os.getloadavg()[0]
     try:

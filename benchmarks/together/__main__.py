@@ -127,14 +127,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m benchmarks.together", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("--quick", action="store_true", help="one turn, noisier figures")
-    parser.add_argument("--json", metavar="FILE", help="write the rows there")
+    parser.add_argument("--json", metavar="FILE", help="write the rows to FILE")
     parser.add_argument(
         "--pace", type=_milliseconds, default=300, metavar="MS",
         help="milliseconds of a layer's forward pass (300); more takes longer and makes the host's own work a smaller "
         "part of a step",
     )  # fmt: skip
-    parser.add_argument("--demo", metavar="DIR", help="run each balancer alone and all together, and draw them there")
-    parser.add_argument("--short", action="store_true", help="with --demo: two runs of short steps, to try it")
+    parser.add_argument(
+        "--demo", metavar="DIR", help="run each balancer alone and all together; draw the gains into DIR"
+    )
+    parser.add_argument("--short", action="store_true", help="with --demo: two runs of short steps, for a first try")
     options = parser.parse_args(arguments)
     prepare()
     if options.demo:
