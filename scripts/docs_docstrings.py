@@ -31,7 +31,7 @@ def _mended(text: str) -> str:
             inside = True
             continue
         if line.startswith("    ") and not inside and found and found[-1] and not found[-1].startswith(("    ", "- ")):
-            found.append("")  # a block behind its title
+            found.append("")  # a block after its title
         inside = inside and bool(line)
         found.append(line)
     return "\n".join(found)

@@ -222,7 +222,7 @@ def tokenize_all(task: Tokenize, batches: Iterator[Batch], workers: int) -> Iter
         for batch in batches:
             yield batch, task(batch)
         return
-    # Forked workers have the tokenizer from the start; importing Megatron anew would take each of them seconds.
+    # Forked workers have the tokenizer from the start; importing Megatron again would take seconds in each of them.
     pool = ProcessPoolExecutor(workers, get_context("fork"), initializer=_become_worker, initargs=(task,))
     waiting: deque[tuple[Batch, Future[Tokens]]] = deque()
     try:
@@ -385,7 +385,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing half written stays behind
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no partial output remains
     try:
         sys.exit(main())
     except KeyboardInterrupt:

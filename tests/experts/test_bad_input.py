@@ -128,7 +128,7 @@ def test_layers_of_transformer_engine():
         gradient_accumulation_fusion=True,
     )
     _, (note,) = check_experts(args, ExpertConfig(enabled=True))
-    assert "in the place of Transformer Engine's" in note
+    assert "instead of Transformer Engine's" in note
     args.moe_grouped_gemm = args.add_bias_linear = True
     assert check_experts(args, ExpertConfig(enabled=True))[1] == []
 

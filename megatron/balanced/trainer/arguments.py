@@ -1,8 +1,8 @@
 """The command line: Megatron-LM's flags and those of this package, checked before anything is built.
 
 The device is chosen before `megatron.core` is imported (see `megatron.balanced.cpu.device`). Some of Megatron-LM's
-defaults need Transformer Engine or Apex; where these are missing, other defaults take their place. Flags that the user
-gives always win.
+defaults need Transformer Engine or Apex; if these are missing, other defaults take their place. Flags that the user
+gives are kept.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """The settings of this package as one frozen dataclass, and the cluster that they describe.
 
 The settings of each balancer are a dataclass of `balancing`. They come from flags and from the files of
-`--balance-config`; a flag wins, as all of Megatron-LM's do.
+`--balance-config`. A flag overrides a file.
 """
 
 import argparse

@@ -89,9 +89,9 @@ def _with_own_step(original: Callable) -> Callable:
     @functools.wraps(original)
     def _set_main_param_and_optimizer_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
         """Give the parameter a step counter of its own. Upstream has just given all parameters the same tensor, so
-        torch's Adam would increment it once for every parameter in each step. Upstream also reads
-        `step` from `tensors`, where not every checkpoint format has it; None makes upstream skip it. Float32 parameters
-        are leaves of the graph, so they are set without gradients."""
+        torch's Adam would increment it once for every parameter in each step. Upstream also reads `step` from
+        `tensors`, where not every checkpoint format has it; None makes upstream skip it. Float32 parameters are leaves
+        of the graph, so they are set without gradients."""
         group, order = self.model_param_group_index_map[model_param]
         state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
         if "step" in state:

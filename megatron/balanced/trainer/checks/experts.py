@@ -50,8 +50,8 @@ def check_experts(args: argparse.Namespace, experts: ExpertConfig) -> tuple[Expe
         notes.append("--balance-experts leaves out the experts of --mtp-use-repeated-layer, which run several times")
     if args.transformer_impl != "local" and not args.moe_grouped_gemm:
         notes.append(
-            "--balance-experts runs experts on Megatron-LM's own linear layers in the place of Transformer Engine's; "
-            "with --moe-grouped-gemm it runs them on Transformer Engine's"
+            "--balance-experts runs experts on Megatron-LM's own linear layers instead of Transformer Engine's; with "
+            "--moe-grouped-gemm it uses Transformer Engine's"
         )
     return experts, notes
 
@@ -209,7 +209,7 @@ def leave_out_preprocessing(args: argparse.Namespace) -> list[str]:
     if "moe_preprocess" not in names:
         return []
     setattr(args, argument, [module for module, name in zip(modules, names, strict=True) if name != "moe_preprocess"])
-    return ["--balance-experts leaves moe_preprocess out of CUDA graphs: replicas get their tokens there"]
+    return ["--balance-experts leaves moe_preprocess out of CUDA graphs: tokens are assigned to replicas there"]
 
 
 def with_captured_iterations(args: argparse.Namespace, config: ExpertConfig) -> tuple[ExpertConfig, list[str]]:

@@ -46,7 +46,10 @@ def check_fill(args: argparse.Namespace, config: BalanceConfig) -> tuple[Balance
     if args.transformer_impl == "local":
         return config, notes
     if config.sequences.enabled and latent_shape(args) is not None:
-        notes.append(f"{_FLAG} makes ranks send keys and values: weight gradients of latent projections come later")
+        notes.append(
+            f"{_FLAG} makes ranks send keys and values instead of latents, since weight gradients of latent "
+            "projections are computed later"
+        )
     args.delay_wgrad_compute = True
     return config, notes
 

@@ -42,7 +42,7 @@ def check_hybrid(args: argparse.Namespace) -> None:
         if (value := getattr(args, name)) is not None:
             raise ValueError(
                 f"{shown(name, value)} has another name now; use --hybrid-layer-pattern, with the layers of "
-                "multi-token prediction behind a /"
+                "multi-token prediction after a /"
             )
     text = args.hybrid_layer_pattern
     pattern = None if text is None else read_pattern(text)
@@ -63,7 +63,7 @@ def check_hybrid(args: argparse.Namespace) -> None:
             )
     if pattern.depths:
         raise ValueError(
-            f"--hybrid-layer-pattern {text} has multi-token prediction behind /, which cannot be trained yet; leave "
+            f"--hybrid-layer-pattern {text} has multi-token prediction after /, which cannot be trained yet; leave "
             "it out"
         )
     _check_experts(args, text, pattern)
@@ -74,7 +74,7 @@ def check_hybrid(args: argparse.Namespace) -> None:
     if pattern.has("*") and args.multi_latent_attention:
         raise ValueError(
             f"--multi-latent-attention is incompatible with --hybrid-layer-pattern {text}, whose attention (*) has no "
-            "latents; use + in the place of *, or drop --multi-latent-attention"
+            "latents; use + instead of *, or drop --multi-latent-attention"
         )
     ends = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
     if len(pattern.segments) > 1:

@@ -1,7 +1,7 @@
 """Checks of the flags of layer balancing and of the release of ranks, at start-up.
 
-A move sends the tensors of a layer and builds the layer anew on another stage. Flags that keep parts of a layer where a
-move does not look, or that record what a stage computes, would give wrong numbers, so they are refused
+A move sends the tensors of a layer and builds the layer again on another stage. Flags that keep parts of a layer
+outside of it, or that capture what a stage computes, would give wrong numbers after a move, so they are refused
 (`megatron.balanced.shared.incompatible`).
 """
 
@@ -99,7 +99,7 @@ def _check_release(args: argparse.Namespace, layers: LayerConfig) -> None:
         flag = f"layers.repack_memory_limit {layers.repack_memory_limit}"
     if layers.once:
         raise ValueError(
-            f"{flag} needs layers that keep moving; use --balance-layers in the place of --balance-layers-once"
+            f"{flag} needs layers that keep moving; use --balance-layers instead of --balance-layers-once"
         )
     if layers.repack_min_stages >= stages:
         raise ValueError(
@@ -115,7 +115,7 @@ def _offloading(args: argparse.Namespace) -> list[tuple[str, str, str]]:
     """Activation offloading, if moves do not work with it: flag, reason, way out."""
     if not getattr(args, "fine_grained_activation_offloading", False) or args.cuda_graph_impl == "none":
         return []
-    why = "a move starts it anew, and a CUDA graph holds its streams"
+    why = "a move restarts it, but a CUDA graph holds its streams"
     return [("--fine-grained-activation-offloading", why, "use --cuda-graph-impl none")]
 
 
@@ -130,7 +130,7 @@ def _layout(args: argparse.Namespace) -> StagePlan | None:
 
 
 def _even(args: argparse.Namespace) -> bool:
-    """Whether all chunks begin with equally many layers."""
+    """Whether all chunks begin with the same number of layers."""
     plan = _layout(args)
     accounted = args.account_for_embedding_in_pipeline_split or args.account_for_loss_in_pipeline_split
     return not accounted if plan is None else len(set(map(len, plan.order))) == 1
