@@ -98,9 +98,7 @@ def _check_release(args: argparse.Namespace, layers: LayerConfig) -> None:
     else:
         flag = f"layers.repack_memory_limit {layers.repack_memory_limit}"
     if layers.once:
-        raise ValueError(
-            f"{flag} needs layers that keep moving; use --balance-layers instead of --balance-layers-once"
-        )
+        raise ValueError(f"{flag} needs layers that keep moving; use --balance-layers instead of --balance-layers-once")
     if layers.repack_min_stages >= stages:
         raise ValueError(
             f"{flag} has nothing to release: --pipeline-model-parallel-size {stages} must be above "
