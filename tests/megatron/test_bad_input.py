@@ -87,7 +87,7 @@ FLAGS = {
     ),
     "halves of an odd number": ("--swiglu --ffn-hidden-size 33", "--ffn-hidden-size 33", "a multiple of 2"),
     "no padded vocabulary": ("--no-pad-vocab-size", "--no-pad-vocab-size", "--padded-vocab-size 127", "drop it"),
-    "weights without values": ("--init-model-with-meta-device", "--init-model-with-meta-device", "drop it"),
+    "weights uninitialized": ("--init-model-with-meta-device", "--init-model-with-meta-device", "drop it"),
     "fewer tokens than the tokenizer's": ("--padded-vocab-size 64", "--padded-vocab-size 64", "127 tokens", "drop it"),
     "buffers of NCCL": ("--use-nccl-ub", "--use-nccl-ub", "this run does not have", "drop it"),
     "groups without messages": ("--fake-process-group", "--fake-process-group", "--device cpu", "drop it"),

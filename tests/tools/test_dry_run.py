@@ -49,7 +49,7 @@ def test_mamba_layers_see_whole_documents(pool):
     assert code == 0, said
     shared = "12 Mamba layers (M) see whole documents, with 16 heads of all tokens on each of 4 ranks"
     assert f"plan   --balance-sequences: {shared}" in lines
-    moved = "each of 12 Mamba, 4 MLP, 4 attention, 4 MoE layers by itself, from M-M*ME|M-M*ME|M-M*ME|M-M*ME"
+    moved = "moves 12 Mamba, 4 MLP, 4 attention, 4 MoE layers one by one, starting from M-M*ME|M-M*ME|M-M*ME|M-M*ME"
     assert f"plan   --balance-layers: {moved}" in lines
 
 

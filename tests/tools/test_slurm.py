@@ -367,7 +367,7 @@ def test_stages_that_are_not_needed_go_back_while_training_goes_on(cluster: Slur
     def nodes() -> int:
         return int(cluster.command("squeue", "-h", f"--job={job}", "--format=%D"))
 
-    wait_until(lambda: "went back to SLURM" in log(0) or "failed" in job_log(), job_log)
+    wait_until(lambda: "were returned to SLURM" in log(0) or "failed" in job_log(), job_log)
     assert nodes() == 2, job_log()
     wait_until(lambda: cluster.idle_nodes() == ["n3", "n4"], lambda: str(cluster.idle_nodes()))
     seen = trained(1)[-1]

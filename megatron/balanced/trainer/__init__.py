@@ -1,1 +1,1 @@
-"""The trainer: Megatron-LM's own loop with the balancers. All that knows `megatron.training` is here."""
+"""The trainer: Megatron-LM's own loop with the balancers. No other package depends on `megatron.training`."""

@@ -188,7 +188,7 @@ def _kind_lines(args: argparse.Namespace) -> list[str]:
     ends = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
     plan = pattern.plan(args.pipeline_model_parallel_size, first=ends[0], last=ends[1])
     kinds = ", ".join(f"{pattern.kinds.count(kind)} {kind}" for kind in dict.fromkeys(pattern.kinds))
-    return [f"plan   --balance-layers: each of {kinds} layers by itself, from {pattern.text(plan)}"]
+    return [f"plan   --balance-layers: moves {kinds} layers one by one, starting from {pattern.text(plan)}"]
 
 
 def _state_lines(args: argparse.Namespace, ranks: int) -> list[str]:

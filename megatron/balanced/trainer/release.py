@@ -216,4 +216,6 @@ def _return_nodes(release: Release) -> None:
         why = (getattr(error, "stderr", None) or str(error)).strip()
         print(f"> nodes stay with job {job}: {' '.join(command)}: {why}", flush=True)
     else:
-        print(f"> {len(release.nodes)} nodes went back to SLURM, {release.nodes_left} stay with job {job}", flush=True)
+        print(
+            f"> {len(release.nodes)} nodes were returned to SLURM, {release.nodes_left} stay with job {job}", flush=True
+        )

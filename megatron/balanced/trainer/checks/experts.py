@@ -165,7 +165,7 @@ def _of_quantization(args: argparse.Namespace) -> list[tuple[str, str, str]]:
     found = []
     use = "use --fp8-recipe tensorwise, blockwise or mxfp8"
     if args.fp8_recipe == "delayed":
-        why = "scales follow from the history of an expert's tokens, which are on several ranks"
+        why = "scales depend on the history of an expert's tokens, which are on several ranks"
         found.append(("--fp8-recipe delayed", why, use))
     if args.fp8_recipe == "custom":
         found.append(("--fp8-recipe custom", "it is not known how it stores weights", use))
@@ -229,8 +229,9 @@ def with_captured_iterations(args: argparse.Namespace, config: ExpertConfig) -> 
         )
     if getattr(args, "moe_enable_routing_replay", False):
         raise ValueError(
-            f"--balance-experts is incompatible with {flag} and --moe-enable-routing-replay: known routing places "
-            "replicas in each iteration, and a graph repeats the placement that it captured; use --cuda-graph-impl none"
+            f"--balance-experts is incompatible with {flag} and --moe-enable-routing-replay: with known routing, "
+            "replicas are placed in each iteration, but a graph repeats the placement that it captured; use "
+            "--cuda-graph-impl none"
         )
     if args.expert_model_parallel_size > MOST_RANKS or config.planner == "prophet":
         raise ValueError(

@@ -49,7 +49,7 @@ def check_megatron() -> list[str]:
     if found["version"] is None:
         raise ValueError(f"Megatron-LM is not installed; {wanted}")
     if not found["training"]:
-        raise ValueError(f"megatron-core {found['version']} is here without megatron.training; {wanted}")
+        raise ValueError(f"megatron-core {found['version']} is installed without megatron.training; {wanted}")
     if found["version"] in MEGATRON_VERSIONS:
         return []
     folder = Path(found["core"]).parent

@@ -29,7 +29,7 @@ def check_model(args: argparse.Namespace) -> None:
         # Stages without data have no attention mask, and Megatron-LM would replay attention with an empty one.
         raise ValueError(
             "--cuda-graph-impl transformer_engine is incompatible with --transformer-impl local in a pipeline: "
-            "attention would see the tokens to come; use --transformer-impl transformer_engine, or drop it"
+            "attention would see future tokens; use --transformer-impl transformer_engine, or drop it"
         )
 
 
@@ -58,9 +58,7 @@ def _check_late_failures(args: argparse.Namespace) -> None:
     if args.checkpoint_activations:
         raise ValueError("--checkpoint-activations is no longer valid; use --recompute-activations")
     if args.init_model_with_meta_device and not args.use_torch_fsdp2 and not args.use_megatron_fsdp:
-        raise ValueError(
-            "--init-model-with-meta-device leaves weights without values where no FSDP initializes them; drop it"
-        )
+        raise ValueError("--init-model-with-meta-device leaves weights uninitialized without FSDP; drop it")
     for name in ("logits_load_dir", "logits_save_dir"):
         if getattr(args, name) is not None and args.pipeline_model_parallel_size > 1:
             raise ValueError(
@@ -71,7 +69,7 @@ def _check_late_failures(args: argparse.Namespace) -> None:
     if args.position_embedding_type == "rope" and turned % 2:
         raise ValueError(
             f"--kv-channels {args.kv_channels} gives rotary embeddings {turned} dimensions of a head, and they need an "
-            "even number; change it"
+            "even number; use another size"
         )
     half = args.bf16 or args.fp16
     if args.fp32_residual_connection and half and args.transformer_impl == "local" and find_apex()["state"] != "ok":
