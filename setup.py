@@ -31,11 +31,11 @@ setup(
     py_modules=["pretrain_gpt"],
     entry_points={"verl.plugins": ["balanced = megatron.balanced.loops.verl_plugin"]},
     install_requires=[
-        "megatron-core>=0.18.0,<0.20",  # pretrain_gpt.py needs 0.19
+        "megatron-core>=0.18.0,<0.20",  # pretrain_gpt.py asks for 0.19
         "torch>=2.10,<2.16",  # 2.9 cannot tell which flash kernels are active
         "numpy",
-        "einops",  # Megatron needs it for several distributed-optimizer instances and hierarchical process groups
-        "psutil",  # torch_dist checkpoints import it, but megatron-core does not require it
+        "einops",  # Megatron cuts several distributed-optimizer instances and hierarchical groups with it
+        "psutil",  # torch_dist checkpoints import it, and the wheel does not ask for it
         "tensorboard",
         "matplotlib",
         "rich",
