@@ -63,7 +63,7 @@ REFUSED = {
     "no sections": ("- experts", "", "has no sections", "experts, sequences"),
     "nothing": ("", "", "has no sections"),
     "text for a number": ("experts: {min_gain: much}", "", "experts.min_gain 'much' is not a number"),
-    "number for a text": ("experts: {planner: 3}", "", "experts.planner 3 is not a text"),
+    "number for a text": ("experts: {planner: 3}", "", "experts.planner 3 is not a string"),
     "fraction": ("layers: {interval: 1.5}", "", "layers.interval 1.5 is not a whole number"),
     "switch for a number": ("layers: {interval: true}", "", "layers.interval True is not a whole number"),
     "number for a switch": ("sequences: {micro_batches: 1}", "", "sequences.micro_batches 1 is not true or false"),
