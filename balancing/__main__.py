@@ -1,7 +1,7 @@
 """python -m balancing: the commands of this package.
 
-  python -m balancing.report DIR            who was slow in a recorded run, with figures
-  python -m balancing.whatif DIR            what a run, or a job that is not yet run, would take with each balancer
+  python -m balancing.report DIR            which ranks were slow in a recorded run, with figures
+  python -m balancing.whatif DIR            the predicted step time of a recorded or planned run with each balancer
   python -m balancing.layers --from-report DIR     the best pipeline layout for a recorded run
   python -m balancing.experts --from-report DIR    the gain of balanced experts on recorded loads
   python -m balancing.cluster --measure     describe or measure the machines that load balancing plans for
@@ -18,7 +18,7 @@ from balancing.command_line import Parser
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the commands; returns the exit code, as `balancing.command_line` says."""
+    """Print the commands. Returns an exit code of `balancing.command_line`."""
     parser = Parser(prog="python -m balancing", add_help=False)
     parser.add_argument("-h", "--help", action="store_true")
 

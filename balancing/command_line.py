@@ -48,7 +48,7 @@ class Parser(argparse.ArgumentParser):
         except SystemExit as end:  # raised by argparse after its message, or by rich for a closed pipe
             return 141 if isinstance(end.__context__, BrokenPipeError) else int(end.code or 0)
         except MemoryError:
-            return self._failed("there is not enough memory here; give it less")
+            return self._failed("there is not enough memory for this input; give a smaller one")
         except OSError as error:
             return self._failed(f"{error.filename or 'standard output'}: {error.strerror or error}")
         except ValueError as error:

@@ -219,11 +219,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m balancing.cluster", description="Describe the cluster that load balancing plans for."
     )
     action = parser.add_mutually_exclusive_group(required=True)
-    action.add_argument("--measure", action="store_true", help="measure the ranks that run this: one, or torchrun's")
+    action.add_argument("--measure", action="store_true", help="measure this process, or all ranks under torchrun")
     action.add_argument("--preset", metavar="NAME", help=f"show a known machine: {', '.join(PRESETS)}")
     parser.add_argument("--nodes", type=whole_number(1, 10**6), metavar="N", help="nodes of the preset (default 1)")
-    parser.add_argument("--json", metavar="FILE", help="also write the file that --cluster FILE reads")
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="what to measure")
+    parser.add_argument("--json", metavar="FILE", help="also write a file for the flag --cluster FILE")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="device to measure")
 
     def work(options: argparse.Namespace) -> None:
         if options.measure:
@@ -246,7 +246,7 @@ def _show(options: argparse.Namespace) -> None:
         check_output(options.json)  # before the measurement, so that a bad path costs no time
     if options.preset:
         cluster = Cluster.preset(options.preset, nodes=options.nodes or 1)
-        about = {"preset": options.preset, "speeds": "data sheet, times what large operations reach of it"}
+        about = {"preset": options.preset, "speeds": "data sheet, times the fraction that large operations achieve"}
     else:
         cluster, about = _measure_here(options.device)
     if _rank() == 0:
@@ -326,9 +326,9 @@ def _print(cluster: Cluster, about: dict[str, str]) -> None:
     table.add_row("matmul per rank", _quantity(cluster.flops, "FLOP/s"))
     table.add_row("memory per rank", _quantity(cluster.memory, "B"))
     for name, value in (
-        ("launch of a kernel", cluster.launch_seconds),
-        ("message", cluster.message_seconds),
-        ("operation of the host", cluster.host_seconds),
+        ("kernel launch", cluster.launch_seconds),
+        ("message latency", cluster.message_seconds),
+        ("host operation", cluster.host_seconds),
     ):
         table.add_row(name, f"{value * 1e6:.1f} us")
     table.add_section()

@@ -1,11 +1,12 @@
 """python -m balancing.doctor: can this machine train, and with which kernels?
 
-Megatron-LM falls back silently: without Transformer Engine its attention, norms and experts are other modules, and a
-package that is installed but broken counts as absent or ends the run far from its cause. One screen says what is there,
-what will run, and what is missing. Exit code 0 when training can run, else 2 and one line that says why not.
+Megatron-LM falls back silently: without Transformer Engine it uses other modules for attention, norms and experts. A
+package that is installed but broken counts as absent, or ends the run later with an unrelated error. This command
+prints the installed packages, the kernels that will run, and missing packages. The exit code is 0 if training can run,
+else 2 after one line with the reason.
 
-`--need train|test|gpu` only decides whether this Python has what is needed: it imports nothing of that, prints the
-interpreter's path, and the folder of megatron-core that MEGATRON_CORE names.
+`--need train|test|gpu` only checks whether this Python has the packages for that task, without importing them. It
+prints the path of the interpreter and the folder of megatron-core that MEGATRON_CORE names.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from balancing.doctor.installed import (
 __all__ = ["examine", "kernels", "main", "missing", "problem"]
 
 _PROBE_SECONDS = 120
-# What Megatron-LM tries to import, each in a process of its own: an import may fail, hang or crash.
+# Packages that Megatron-LM tries to import. Each is probed in its own process, since an import may fail, hang or crash.
 PROBES = {
     "torch": """
 import torch, torch.distributed as dist
@@ -60,7 +61,7 @@ found = dict(version=str(getattr(flash_attn, "__version__", "")))
 
 
 def probe(name: str) -> dict[str, Any]:
-    """Try one of `PROBES`: state "ok" with what it found, "missing", or "broken" with error, one line."""
+    """Run one of `PROBES`. Returns state "ok" with the found facts, "missing", or "broken" with `error`, one line."""
     if importlib.util.find_spec(name) is None:
         return {"state": "missing"}
     code = PROBES[name] + "\nimport json; print('\\n' + json.dumps(found), flush=True)"
@@ -70,7 +71,7 @@ def probe(name: str) -> dict[str, Any]:
             stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=_PROBE_SECONDS,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return {"state": "broken", "error": f"its import hangs, {_PROBE_SECONDS} s passed"}
+        return {"state": "broken", "error": f"its import takes more than {_PROBE_SECONDS} s"}
     answers = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode == 0 and answers:
         return {"state": "ok", **json.loads(answers[-1])}
@@ -79,7 +80,7 @@ def probe(name: str) -> dict[str, Any]:
 
 
 def examine() -> dict[str, Any]:
-    """Look at this machine. Returns plain facts, judged by `kernels`, `missing` and `problem`."""
+    """Examine this machine. Returns the facts that `kernels`, `missing` and `problem` judge."""
     use_megatron_core()
     with ThreadPoolExecutor() as pool:
         facts: dict[str, Any] = dict(zip(PROBES, pool.map(probe, PROBES)))  # noqa: B905  (strict= is Python 3.10's)
@@ -96,9 +97,9 @@ def examine() -> dict[str, Any]:
 
 
 def problem(facts: dict[str, Any]) -> str | None:
-    """Why training cannot run here, in one line with the way out; None when it can."""
+    """Why training cannot run here, and the remedy, in one line; None if it can run."""
     if facts["lacks"]:
-        return f"missing: {', '.join(facts['lacks'])}; 'pip install -e .' in Megatron-Balance's folder brings all of it"
+        return f"missing: {', '.join(facts['lacks'])}; 'pip install -e .' in Megatron-Balance's folder installs all"
     for name, title in (("torch", "torch"), ("transformer_engine", "Transformer Engine")):
         if facts[name]["state"] == "broken":
             return f"{title} is installed but does not start ({facts[name]['error']}); reinstall or uninstall it"
@@ -106,18 +107,18 @@ def problem(facts: dict[str, Any]) -> str | None:
 
 
 def kernels(facts: dict[str, Any]) -> dict[str, str]:
-    """What `pretrain_gpt.py` runs by default for attention, experts, norms and the optimizer; empty if it cannot."""
+    """The kernels that `pretrain_gpt.py` runs by default, by part of the model; empty if training cannot run."""
     if problem(facts) is not None:
         return {}
     gpu, apex = bool(facts["torch"]["gpus"]), facts["apex"]["state"] == "ok"
     if gpu and facts["transformer_engine"]["state"] == "ok":
         choice = "flash-attn, cuDNN" if facts["flash_attn"]["state"] == "ok" else "cuDNN"
         return {
-            "attention": f"TEDotProductAttention ({choice} or its unfused one, chosen by shape)",
+            "attention": f"TEDotProductAttention ({choice} or the unfused kernel, chosen by shape)",
             "experts": "TEGroupedMLP with --moe-grouped-gemm, else SequentialMLP",
             "norm, optimizer": "Transformer Engine's, fused",
         }
-    flash = "torch's flash attention" if gpu else "torch's for CPUs"
+    flash = "torch's flash attention" if gpu else "torch's attention for CPUs"
     return {
         "attention": "DotProductAttention: matmul, softmax, matmul; its memory grows with sequence length squared; "
         f"with --balance-sequences {flash}",
@@ -127,7 +128,7 @@ def kernels(facts: dict[str, Any]) -> dict[str, str]:
 
 
 def missing(facts: dict[str, Any]) -> dict[str, str]:
-    """What is absent or wrong without stopping a run, and what that costs with the way out."""
+    """Packages that are absent or wrong but do not stop a run: name -> the effect and the remedy."""
     torch, apex, flash = facts["torch"], facts["apex"]["state"], facts["flash_attn"]
     if problem(facts) is not None:
         return {}
@@ -137,7 +138,7 @@ def missing(facts: dict[str, Any]) -> dict[str, str]:
         built = f"CUDA {torch['cuda']}" if torch["cuda"] else "the CPU only"
         found["GPU"] = f"there is an NVIDIA driver, but torch (built for {built}) sees no GPU; runs use the CPU"
     if apex == "unrelated":
-        found["apex"] = "PyPI's web toolkit, not NVIDIA's, and Megatron may take it for that: pip uninstall apex"
+        found["apex"] = "PyPI's web toolkit, which Megatron may mistake for NVIDIA's Apex: pip uninstall apex"
     elif apex == "without kernels":
         found["Apex"] = "built without CUDA (no amp_C), so its optimizer stops the run: rebuild or uninstall it"
     if not engine:
@@ -145,7 +146,7 @@ def missing(facts: dict[str, Any]) -> dict[str, str]:
         found["Transformer Engine"] = f"no FP8, no fused attention, slower norms and optimizer ({how})"
     if gpu and flash["state"] != "ok":
         broken = f"installed but broken ({flash['error']}); " if "error" in flash else ""
-        found["flash-attn"] = broken + ("cuDNN's attention alone" if engine else "torch's own flash attention is used")
+        found["flash-attn"] = broken + ("only cuDNN's is used" if engine else "torch's own flash attention is used")
     if gpu and not facts["compiler"]:
         found["C compiler"] = "Triton cannot compile kernels: apt-get install gcc, or name a compiler in CC"
     if not TORCH[0] <= numbers(torch["version"])[:2] <= TORCH[1]:
@@ -174,9 +175,9 @@ def _rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code, as `balancing.command_line` says."""
-    parser = Parser(prog="python -m balancing.doctor", description="Can this machine train, and with what?")
-    needs = "only whether this Python has what training, tests or scripts/gpu_check.sh need"
+    """Run the command. Returns an exit code of `balancing.command_line`."""
+    parser = Parser(prog="python -m balancing.doctor", description="Can this machine train, and with which kernels?")
+    needs = "only check whether this Python has the packages for training, tests or scripts/gpu_check.sh"
     parser.add_argument("--need", choices=NEEDS, help=needs)
     return parser.run(_report, argv)
 

@@ -1,8 +1,7 @@
 """python -m balancing.experts --from-report DIR | --trace FILE: the gain of balanced experts, from recorded loads.
 
-Replays the loads of a run, from the directory of --balance-report, or an .npz file. Every planner places
-replicas from each record for the next one, as in training. With --cluster and the size
-of an expert, the cost model's time of a layer is shown, too.
+Replays the recorded loads of a run. As in training, each planner places replicas from one record and the next record is
+split over them. With --cluster and the size of an expert, the tables also show the time of a layer by the cost model.
 """
 
 import argparse
@@ -32,7 +31,7 @@ __all__ = ["main"]
 
 _MOST = 1_000_000  # ranks, experts, slots, widths
 _SLOTS = 2  # by default, as in training
-_RECORDS = 32  # replayed, spread over the run
+_RECORDS = 32  # records that are replayed, spread over the run
 _ANY = Cluster(1, 1, 1, 1.0, 1.0, 1.0, 1.0)  # its speeds are not used without a cost model
 
 
@@ -44,29 +43,29 @@ def _parser() -> Parser:
     parser = Parser(prog="python -m balancing.experts", description=description, epilog=more)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--from-report", metavar="DIR", type=Path, help="the directory of --balance-report")
-    source.add_argument("--trace", metavar="FILE", type=Path, help="an .npz file, as --save writes it")
+    source.add_argument("--trace", metavar="FILE", type=Path, help="an .npz file in the format of --save")
     add = parser.add_argument
     add("--ranks", type=_size, metavar="EP", help="expert-parallel ranks (default: as recorded)")
-    add("--slots", type=whole_number(0, _MOST), metavar="N", help="replicas on a rank at most (default: 2)")
+    add("--slots", type=whole_number(0, _MOST), metavar="N", help="most replicas on a rank, per layer (default: 2)")
     parser.add_argument(
         "--planner",
         choices=METHODS,
         default="quota",
-        help="planner whose layers and costs are shown (default: quota)",
+        help="planner whose imbalance is shown layer by layer (default: quota)",
     )
-    parser.add_argument("--cluster", metavar="NAME|FILE", help="preset, or file of python -m balancing.cluster")
+    parser.add_argument("--cluster", metavar="NAME|FILE", help="preset, or file of python -m balancing.cluster --json")
     add("--hidden-size", type=_size, metavar="H", help="hidden size of the model; with --cluster")
     add("--moe-ffn-hidden-size", type=_size, metavar="F", help="inner width of an expert; with --cluster")
     parser.add_argument(
         "--non-expert-ms", type=real_number(0, 1e9), default=0.0, metavar="X",
-        help="forward compute of a layer outside its experts, such as attention, that overlaps transfers (default: 0)",
+        help="ms of a layer's forward compute outside the experts, which overlaps transfers (default: 0)",
     )  # fmt: skip
     parser.add_argument("--save", metavar="FILE", type=Path, help="write the loads to a compact .npz file")
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code, as `balancing.command_line` says."""
+    """Run the command. Returns an exit code of `balancing.command_line`."""
     parser = _parser()
 
     def work(options: argparse.Namespace) -> None:
@@ -90,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _read(options: argparse.Namespace) -> tuple[LoadTrace, list[Path], Damage | None]:
-    """The loads, the files that they and the cluster are read from, and damaged lines."""
+    """The loads, the files that are read for them and for the cluster, and the report's damaged lines."""
     inputs = [Path(options.cluster)] if options.cluster is not None else []
     if options.from_report is not None:
         history = read_history(options.from_report)
@@ -100,11 +99,11 @@ def _read(options: argparse.Namespace) -> tuple[LoadTrace, list[Path], Damage | 
 
 @dataclass(frozen=True)
 class _Machine:
-    """What planners know beside loads.
+    """The inputs of planners beside loads.
 
     cluster: compute and link speeds.
     shape: size of an expert; None for plans without a cost model.
-    slots: most replicas of a rank.
+    slots: largest number of replicas on a rank.
     hidden_under: seconds of forward compute that overlap transfers.
     """
 
@@ -129,12 +128,12 @@ class _Replay:
 
 
 def _replayed(trace: LoadTrace, options: argparse.Namespace) -> list[str | Table]:
-    """What there is to print of the replays."""
+    """Replay the loads. Returns the texts and tables to print."""
     ranks = trace.counts.shape[1] if options.ranks is None else options.ranks
     counts = trace.on_ranks(ranks)
     records, _, layers, _, experts = counts.shape
     if records < 2:
-        raise ValueError("one record tells nothing of the next; record at least two iterations")
+        raise ValueError("there is only one record, and replicas are placed for the next; record at least 2 iterations")
     most = experts - experts // ranks
     if options.slots is not None and options.slots > most:
         raise ValueError(
@@ -154,15 +153,15 @@ def _replayed(trace: LoadTrace, options: argparse.Namespace) -> list[str | Table
     apart = int(np.median(np.diff(trace.iteration)))
     facts = (
         f"{layers} MoE layers, {experts} experts, {ranks} expert-parallel ranks, {slots} slots a rank. "
-        f"{records} records {apart} iteration(s) apart, {len(follow)} of them looked at: from one to the next "
-        f"{drift:.1%} of the tokens go to other experts."
+        f"{records} records {apart} iteration(s) apart, {len(follow)} of them replayed. From one record to the next, "
+        f"{drift:.1%} of the tokens change experts."
     )
     chosen = _layers(trace.layer, replays["none"], replays[options.planner], options.planner)
     return [facts, _planners(replays, with_costs=shape is not None), chosen]
 
 
 def _costs(options: argparse.Namespace, ranks: int) -> tuple[ExpertShape | None, Cluster]:
-    """The size of an expert, None without --cluster, and a cluster of `ranks` ranks."""
+    """The size of an expert (None without --cluster), and a cluster of at least `ranks` ranks."""
     sizes = options.hidden_size, options.moe_ffn_hidden_size
     if options.cluster is None:
         return None, replace(_ANY, ranks_per_node=ranks)

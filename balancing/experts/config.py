@@ -18,27 +18,27 @@ class ExpertConfig:
     )
     replica_slots: int = setting(
         2,
-        "Most replicas of one layer's experts on a rank.",
+        "Largest number of expert replicas on a rank, per layer.",
         flag="--expert-replica-slots",
         metavar="N",
         least=0,
     )
     planner: str = setting(
         "quota",
-        "quota: replicas placed from the last load, tokens divided exactly on the current one. prophet: the planner of "
-        "Pro-Prophet. none: no replicas.",
+        "quota: replicas are placed from past loads, and tokens are divided exactly by the current load. prophet: the "
+        "planner of Pro-Prophet. none: no replicas.",
         choices=("quota", "prophet", "none"),
     )
     replica_mode: str = setting(
         "auto",
-        "resident: slots for each layer, filled once an iteration. shared: two sets of slots for all layers, filled "
-        "for each pass. auto: resident if that takes at most a quarter of the free memory.",
+        "resident: each layer has its own slots, filled once an iteration. shared: all layers share two sets of slots, "
+        "filled for each pass. auto: resident if that takes at most a quarter of the free memory.",
         choices=("auto", "resident", "shared"),
     )
-    plan_interval: int = setting(1, "Iterations between placements of replicas.", least=1)
+    plan_interval: int = setting(1, "Iterations from one placement of replicas to the next.", least=1)
     min_gain: float = setting(
         0.02,
-        "Place replicas only if they are predicted to lower the load of the busiest rank by at least this part.",
+        "Place replicas only if they are predicted to lower the load of the busiest rank by at least this fraction.",
         least=0,
         below=1,
     )

@@ -85,7 +85,7 @@ class ReplicaPlacement:
         rank, column = np.nonzero(present[:, 1:] == present[:, :-1])
         if rank.size:
             twice = present[rank[0], column[0]]
-            raise ValueError(f"expert {twice} is twice on rank {rank[0]}; a replica there has no use")
+            raise ValueError(f"expert {twice} is twice on rank {rank[0]}; place its replica on another rank")
 
     @property
     def experts(self) -> int:

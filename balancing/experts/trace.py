@@ -99,10 +99,10 @@ def read_reported_loads(report: History | str | PathLike[str]) -> LoadTrace:
     whole = [iteration for iteration in sorted(history.experts) if sorted(history.experts[iteration]) == layers]
     if not layers:
         raise history.lacks(
-            "experts", "rank", f"{directory} tells of no experts; train a model that has some with --balance-report"
+            "experts", "rank", f"{directory} has no loads of experts; train an MoE model with --balance-report"
         )
     if not whole:
-        raise history.lacks("experts", "rank", f"{directory} has no iteration in which all of its MoE layers are told")
+        raise history.lacks("experts", "rank", f"{directory} has no iteration with the loads of all its MoE layers")
     lines = [[history.experts[iteration][layer] for layer in layers] for iteration in whole]
     sizes = {(len(line["tokens_per_expert"]), len(line["tokens_per_rank"])) for own in lines for line in own}
     if len(sizes) > 1:

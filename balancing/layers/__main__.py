@@ -1,9 +1,9 @@
 """python -m balancing.layers --from-report DIR: the best pipeline layout for a recorded run.
 
-Reads the costs of layers, embedding and head from the directory that --balance-report named, plans the stages, and
-prints the --pipeline-model-parallel-layout to train with, or the --hybrid-layer-pattern with its segments, and its
-predicted gain. Layouts are simulated with Megatron's own schedule, without the optimizer and whatever else is outside
-of the schedule. With --repack it also shows the cost of fewer stages, and the ranks that they free.
+Reads the costs of layers, embedding and head from the directory of --balance-report and plans the stages. Prints the
+--pipeline-model-parallel-layout to train with, or the --hybrid-layer-pattern with its segments, and the predicted gain.
+Layouts are simulated with Megatron's own schedule. The optimizer and all other work outside of the schedule are not
+included. With --repack it also shows the cost of fewer stages, and the ranks that they free.
 """
 
 import argparse
@@ -31,11 +31,11 @@ from balancing.report import MOST_MICRO_BATCHES, read_history
 
 __all__ = ["main"]
 
-_MOST_CHUNKS, _WORTH = 4, 0.01  # chunks a stage that are compared, and the share of a step that is worth a word
-_MOST_PLACES = 4096  # stages, chunks of one, layers of one
+_MOST_CHUNKS, _WORTH = 4, 0.01  # chunks a stage that are compared, and the fraction of a step that is worth a message
+_MOST_PLACES = 4096  # largest --stages and --virtual
 _MOST_PREDICTION = 64  # layers of multi-token prediction
-_ENDS = 3  # what may fill a stage besides layers: embedding, head, prediction
-_WIDTH = 100  # of tables; lines of text are left to the terminal
+_ENDS = 3  # parts that may fill a chunk without layers: embedding, head, multi-token prediction
+_WIDTH = 100  # of tables; the terminal wraps lines of text
 
 
 _places = whole_number(1, _MOST_PLACES)
@@ -45,7 +45,7 @@ def _parser() -> Parser:
     description, _, more = (__doc__ or "").partition("\n\n")
     parser = Parser(prog="python -m balancing.layers", description=description, epilog=more)
     parser.add_argument(
-        "--from-report", metavar="DIR", type=Path, required=True, help="the directory that --balance-report named"
+        "--from-report", metavar="DIR", type=Path, required=True, help="the directory of --balance-report"
     )
     add = parser.add_argument
     add("--stages", type=_places, metavar="P", help="pipeline stages to plan for (default: as recorded)")
@@ -56,26 +56,26 @@ def _parser() -> Parser:
     )  # fmt: skip
     parser.add_argument(
         "--memory-limit", type=real_number(0, 1e6, above=True), metavar="GB",
-        help="10^9 bytes a rank may use, layers estimated from the report",
+        help="10^9 bytes that a rank may use; the memory of layers is estimated from the report",
     )  # fmt: skip
     add(
         "--mtp-layers", type=whole_number(0, _MOST_PREDICTION), default=0, metavar="N",
-        help="multi-token-prediction layers, before L",
+        help="multi-token-prediction layers to write into the layout",
     )  # fmt: skip
-    parser.add_argument("--layout", metavar="STRING", help="weigh this layout instead of planning one")
-    parser.add_argument("--repack", action="store_true", help="show what fewer stages would cost and free")
+    parser.add_argument("--layout", metavar="STRING", help="evaluate this layout instead of planning one")
+    parser.add_argument("--repack", action="store_true", help="show the throughput and GPU-hours with fewer stages")
     parser.add_argument(
-        "--repack-min-stages", type=_places, default=1, metavar="P", help="fewest stages that may be left (default: 1)"
+        "--repack-min-stages", type=_places, default=1, metavar="P", help="fewest stages to show (default: 1)"
     )
     parser.add_argument(
         "--repack-throughput-floor", type=real_number(0, 1, above=True), metavar="X",
-        help="name the size with the fewest GPU-hours that keeps this share of the throughput; implies --repack",
+        help="find the size with the fewest GPU-hours that keeps this fraction of the throughput; implies --repack",
     )  # fmt: skip
     return parser
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; returns the exit code, as `balancing.command_line` says."""
+    """Run the command. Returns an exit code of `balancing.command_line`."""
     parser = _parser()
 
     def work(options: argparse.Namespace) -> None:
@@ -99,10 +99,10 @@ def _show(options: argparse.Namespace, console: Console, repacks: bool) -> None:
     if options.layout is None and stages * virtual > (most := run.cost.layers + _ENDS):
         raise ValueError(
             f"{stages:,} stages of {virtual:,} chunks are more than the {run.cost.layers} layers, embedding, head and "
-            f"prediction fill; give --stages and --virtual whose product is at most {most}"
+            f"multi-token prediction can fill; give --stages and --virtual whose product is at most {most}"
         )
     memory = None if options.memory_limit is None else estimate_memory(run)
-    sizes = _sizes(run, options, memory) if repacks else []  # what is wrong with flags is said before any table
+    sizes = _sizes(run, options, memory) if repacks else []  # before any table, so that errors in flags come first
     _layout(run, options, memory, console)
     if repacks:
         _repack(run, options, sizes, console)
@@ -138,14 +138,14 @@ def _layout(run: RecordedRun, options: argparse.Namespace, memory: LayerMemory |
         + (f" of {plan.virtual} chunks" if plan.virtual > 1 else "")
         + f", {count} micro-batches. The recorded step took {_ms(run.step_seconds)}; its pipeline, by simulation, "
         f"{_ms(before)} as recorded ({_text(run, run.plan, options)}), {_ms(after)} as planned: "
-        + (f"{before / after - 1:+.1%} throughput" if after > 0 else "no time at all")
+        + (f"{before / after - 1:+.1%} throughput" if after > 0 else "all costs are 0")
     )
     if plan.stages > 1 and after > 0 and not schedule.in_parts:
         fills = replace(schedule, weight_share=weight_share(recomputes=run.recomputes))
         filled = cost.step_seconds(plan, count, schedule=fills)
-        print(f"--fill-with-weight-gradients would take it to {_ms(filled)}: {after / filled - 1:+.1%} throughput")
+        print(f"With --fill-with-weight-gradients it would take {_ms(filled)}: {after / filled - 1:+.1%} throughput")
     if plan is run.plan:
-        print("The recorded layout is as good as any that was found.")
+        print("No better layout than the recorded one was found.")
     flag = "--pipeline-model-parallel-layout" if run.pattern is None else "--hybrid-layer-pattern"
     print(f'{flag} "{_text(run, plan, options)}"')
     if options.layout is None and options.virtual is None and not plan.mtp_layers:
@@ -153,12 +153,12 @@ def _layout(run: RecordedRun, options: argparse.Namespace, memory: LayerMemory |
 
 
 def _text(run: RecordedRun, plan: StagePlan, options: argparse.Namespace) -> str:
-    """The string of a plan, as Megatron-LM takes it."""
+    """The layout or pattern string of a plan, for Megatron-LM's flag."""
     return to_layout(plan, mtp_layers=options.mtp_layers) if run.pattern is None else run.pattern.text(plan)
 
 
 def _given(run: RecordedRun, text: str, stages: int) -> StagePlan:
-    """The plan of --layout. Raises ValueError, in one line, for one of other layers."""
+    """The plan of --layout. Raises ValueError, one line, if its layers are not those of the run."""
     if run.pattern is None:
         return from_layout(text, stages, layers=run.cost.layers)
     given = read_pattern(text)
@@ -168,7 +168,7 @@ def _given(run: RecordedRun, text: str, stages: int) -> StagePlan:
 
 
 def _show_kinds(run: RecordedRun, console: Console) -> None:
-    """What a layer of each kind costs, of a hybrid model."""
+    """Print the cost of each kind of layer of a hybrid model."""
     assert run.pattern is not None
     table = Table("kind", "layers", "seconds of one", "of all", box=box.SIMPLE_HEAD, pad_edge=False)
     kinds, whole = np.array(run.pattern.kinds), float(run.cost.total.sum()) or 1.0
@@ -181,7 +181,7 @@ def _show_kinds(run: RecordedRun, console: Console) -> None:
 def _show_chunks(
     cost: LayerSeconds, plan: StagePlan, pipeline: Pipeline, memory: LayerMemory | None, limit: float | None
 ) -> None:
-    """Say which number of chunks a stage has the shortest step, if it is another one than that of `plan`."""
+    """Print the number of chunks a stage with the shortest step, if it is not that of `plan`."""
     seconds, micro_batches, schedule = {}, pipeline.micro_batches or 0, pipeline.schedule
     for virtual in range(1, _MOST_CHUNKS + 1):
         if virtual > 1 and (plan.stages == 1 or micro_batches % plan.stages or cost.layers < virtual * plan.stages):
@@ -189,7 +189,7 @@ def _show_chunks(
         try:
             other = replace(pipeline, virtual=virtual)
             found = plan_pipeline(cost, other, memory=memory, memory_limit=limit, min_layers=0)
-        except ValueError:  # too much memory
+        except ValueError:  # no such plan fits the memory
             continue
         seconds[virtual] = cost.simulate(found, micro_batches, schedule=schedule).step_time
     own = cost.simulate(plan, micro_batches, schedule=schedule).step_time
@@ -201,7 +201,7 @@ def _show_chunks(
 
 
 def _other_stages(run: RecordedRun) -> Schedule:
-    """The schedule of the run with another number of stages, whose groups have as many micro-batches as stages."""
+    """The schedule for another number of stages. Its groups have as many micro-batches as stages."""
     return Schedule(in_parts=run.schedule.in_parts)
 
 
@@ -242,7 +242,7 @@ def _repack(run: RecordedRun, options: argparse.Namespace, sizes: list[Repack], 
         layers = "/".join("+".join(map(str, chunks)) for chunks in each.plan.counts)
         table.add_row(str(each.stages), _ms(each.step_seconds), f"{each.throughput:.1%}", f"{each.gpu_time:.1%}",
                       str(each.freed_ranks), str(each.freed_nodes), layers)  # fmt: skip
-    print(f"\nFewer stages, against the recorded layout on {run.plan.stages} (nothing is changed):")
+    print(f"\nFewer stages, compared with the recorded layout on {run.plan.stages} stages:")
     console.print(table)
     for each in sizes:
         if each.plan is None:

@@ -14,19 +14,19 @@ class LayerConfig:
 
     enabled: bool = setting(
         False,
-        "Move layers between pipeline stages while training, so that stages cost the same. Losses do not change; with "
-        "dropout, masks differ after a move.",
+        "Move layers between pipeline stages while training, so that all stages take equally long. Losses do not "
+        "change; with dropout, masks differ after a move.",
         flag="--balance-layers",
     )
     once: bool = setting(
         False,
-        "As --balance-layers, but settle the layout once, from the first --layer-balance-interval iterations, and "
-        "print it as Megatron-LM's --pipeline-model-parallel-layout.",
+        "Like --balance-layers, but choose the layout only once, after the first --layer-balance-interval iterations, "
+        "and print it as Megatron-LM's --pipeline-model-parallel-layout.",
         flag="--balance-layers-once",
     )
     planner: str = setting(
         "optimal",
-        "optimal: minimize the time of the slowest stage, exactly. diffusion: neighbouring stages exchange single "
+        "optimal: the exact minimum of the slowest stage's time. diffusion: neighbouring stages exchange single "
         "layers. uniform: equal numbers of layers.",
         choices=("optimal", "diffusion", "uniform"),
     )
@@ -39,15 +39,15 @@ class LayerConfig:
     )
     min_gain: float = setting(
         0.03,
-        "Move layers only if that is predicted to save at least this fraction of the time of a step.",
+        "Move layers only if the predicted saving is at least this fraction of the step time.",
         least=0,
         below=1,
     )
     repack_throughput_floor: float | None = setting(
         None,
-        "Continue with fewer pipeline stages as soon as that takes fewer GPU-hours and keeps at least this fraction of "
-        "the throughput, such as 0.9. Ranks that are no longer needed exit with code 0, and under SLURM their nodes "
-        "are returned. Needs --balance-layers.",
+        "Continue with fewer pipeline stages once that takes fewer GPU-hours and keeps at least this fraction of the "
+        "throughput, such as 0.9. Unneeded ranks exit with code 0, and SLURM gets their nodes back. Needs "
+        "--balance-layers.",
         flag="--repack-throughput-floor",
         metavar="X",
         above=0,
@@ -55,8 +55,8 @@ class LayerConfig:
     )
     repack_memory_limit: float | None = setting(
         None,
-        "10^9 bytes a rank may use with fewer stages (default: what torch can have of the GPU). Without "
-        "repack_throughput_floor, the pipeline gets as short as fits and saves GPU-hours.",
+        "10^9 bytes that a rank may use with fewer stages (default: the GPU memory that torch can get). Without "
+        "repack_throughput_floor, the pipeline gets as short as the memory allows while that saves GPU-hours.",
         above=0,
     )
     repack_min_stages: int = setting(1, "Fewest pipeline stages that may remain.", least=1)

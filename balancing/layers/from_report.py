@@ -47,7 +47,7 @@ def read_run(report: History | str | os.PathLike[str]) -> RecordedRun:
     costs = summary.layers
     if costs is None or not costs.numbered.any():
         raise history.lacks(
-            "layers", "layer", f"{directory} has no timed layers; train with --balance-report for some iterations more"
+            "layers", "layer", f"{directory} has no timed layers; train some more iterations with --balance-report"
         )
     if not summary.ranks or summary.step_seconds is None:
         raise history.lacks("layers", "stage", f"{directory} has no timed stages; train with --balance-report")
@@ -58,20 +58,20 @@ def read_run(report: History | str | os.PathLike[str]) -> RecordedRun:
         raise ValueError(f"{directory} lacks layer {missing[0]}; a plan needs the cost of every layer")
     odd = [name for name in costs.names if isinstance(name, str) and name not in ("embedding", "head", "mtp")]
     if odd:
-        raise ValueError(f"{directory} has costs of {odd[0]!r}, which stands on no known stage; plans know numbered "
-                         "layers, the embedding and the head")  # fmt: skip
+        raise ValueError(f"{directory} has costs of {odd[0]!r}, a part that plans do not know; they know numbered "
+                         "layers, the embedding, the head and multi-token prediction")  # fmt: skip
     stage, chunk = costs.stage[numbered], costs.chunk[numbered]
     stages, virtual = summary.stage_count, 1 + int(chunk.max())
     if stages * virtual > len(stage) + 3:  # embedding, multi-token prediction and head may have chunks of their own
         raise ValueError(
-            f"{directory} has {len(stage)} layers in {stages} stages of {virtual} chunks, more than they fill; record "
-            "the run again"
+            f"{directory} has {len(stage)} layers, too few for its {stages} stages of {virtual} chunks; record the run "
+            "again"
         )
     counts = np.zeros((stages, virtual), dtype=int)
     np.add.at(counts, (stage, chunk), 1)
     plan = StagePlan.from_counts(tuple(tuple(row) for row in counts.tolist()))
     if plan.stage_of != tuple(stage.tolist()):
-        raise ValueError(f"{directory} has layers on stages {stage.tolist()}, which no order of a pipeline gives")
+        raise ValueError(f"{directory} has layers on stages {stage.tolist()}, out of the pipeline's order")
     if "mtp" in costs.names:
         at = costs.names.index("mtp")
         plan = replace(plan, mtp_layers=1, mtp_chunk=int(costs.chunk[at]) * stages + int(costs.stage[at]))
@@ -133,7 +133,7 @@ def estimate_memory(run: RecordedRun) -> LayerMemory:
     """
     plan, peak = run.plan, run.memory
     if len(peak) != plan.stages or not peak.all():
-        raise ValueError("the report has no memory of its ranks, so it is unknown what fits; record it on GPUs")
+        raise ValueError("the report has no memory of its ranks, so no plan can be fitted to a limit; record on GPUs")
     counts = np.array(plan.counts, dtype=float)
     held = (
         (in_flight(plan.stages, plan.virtual, run.micro_batches, run.schedule) * counts[:, None, :])

@@ -116,7 +116,7 @@ def read_pattern(text: str) -> Pattern:
     main, *predictions = text.split("/")
     if odd := sorted({*text} - {*KINDS, "|", "/"}):
         known = ", ".join(f"{symbol} ({kind})" for symbol, kind in KINDS.items())
-        raise ValueError(f"--hybrid-layer-pattern {text} has {odd[0]!r}, which is no kind of layer; use {known}")
+        raise ValueError(f"--hybrid-layer-pattern {text} has {odd[0]!r}, which is no kind of layer; known: {known}")
     symbols = main.replace("|", "")
     if not symbols:
         raise ValueError(f"--hybrid-layer-pattern {text!r} has no layer; give a symbol for each")
@@ -126,12 +126,15 @@ def read_pattern(text: str) -> Pattern:
                 f"--hybrid-layer-pattern {text} has attention (*) beside latent attention (+ or D); use one of them"
             )
     if any("|" in each for each in predictions):
-        raise ValueError(f"--hybrid-layer-pattern {text} has | after /, and prediction is not cut; remove it")
+        raise ValueError(
+            f"--hybrid-layer-pattern {text} has | after /, but multi-token prediction is not divided over stages; "
+            "remove that |"
+        )
     if any(not each for each in predictions):
-        raise ValueError(f"--hybrid-layer-pattern {text} has a / without layers of prediction; add some, or remove it")
+        raise ValueError(f"--hybrid-layer-pattern {text} has a / without layers after it; add layers or remove the /")
     if len({*predictions}) > 1:
         raise ValueError(
-            f"--hybrid-layer-pattern {text} has prediction of {' and '.join(predictions)}; all depths must be the same"
+            f"--hybrid-layer-pattern {text} has depths of {' and '.join(predictions)}; all depths must be the same"
         )
     segments = tuple(map(len, main.split("|")))
     return Pattern(symbols, segments, predictions[0] if predictions else "", len(predictions))

@@ -119,7 +119,7 @@ def choose_repack(options: Iterable[Repack], throughput_floor: float) -> Repack 
     Returns None if no smaller size qualifies. Raises ValueError for a floor that is not above 0.
     """
     if not throughput_floor > 0:
-        raise ValueError(f"the throughput floor is {throughput_floor}; give a share above 0, such as 0.9")
+        raise ValueError(f"the throughput floor is {throughput_floor}; give a fraction above 0, such as 0.9")
     able = [each for each in options if each.plan and each.freed_ranks and each.throughput >= throughput_floor]
     able = [each for each in able if each.freed_nodes] or able
     return min(able, key=lambda each: (each.gpu_time, each.stages), default=None)
@@ -156,9 +156,9 @@ def release_of(world_size: int, stages_before: int, stages: int, ranks_per_node:
     do not form equal stages.
     """
     if not 1 <= stages < stages_before:
-        raise ValueError(f"there is nothing to release: {stages} stages of {stages_before} are to be left")
+        raise ValueError(f"there is nothing to release: {stages} of {stages_before} stages are to remain")
     if world_size % stages_before:
-        raise ValueError(f"{world_size} ranks are not {stages_before} equal stages")
+        raise ValueError(f"{world_size} ranks cannot form {stages_before} equal stages")
     stay = world_size // stages_before * stages
     left = _nodes(stay, ranks_per_node)
     return Release(stages, range(stay, world_size), range(left, _nodes(world_size, ranks_per_node)), left)

@@ -50,7 +50,7 @@ def test_kernels_that_cannot_be_compiled_are_not_used(monkeypatch):
     monkeypatch.setattr(split_kernel.SplitKernels, "__init__", lambda *unused: None)
     monkeypatch.setattr(split_kernel.SplitKernels, "__call__", fail)
     split_kernel.kernels_work.cache_clear()
-    with pytest.warns(UserWarning, match="on the host, for Triton cannot compile.*C compiler") as told:
+    with pytest.warns(UserWarning, match="on the host, because Triton fails to compile.*C compiler") as told:
         assert not split_kernel.kernels_work(4, torch.device("cpu"))
         assert not split_kernel.kernels_work(4, torch.device("cpu"))
     assert len(told) == 1 and "\n" not in str(told[0].message)

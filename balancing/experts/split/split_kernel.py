@@ -116,11 +116,11 @@ def kernels_work(ranks: int, device: torch.device) -> bool:
         found = SplitKernels(placement, len(classes), 4, tables)(torch.from_numpy(load).to(device))
     except Exception as error:  # from Triton, the compilers that it starts, or the driver
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        warnings.warn(f"tokens are split on the host, for Triton cannot compile the kernels: {reason}", stacklevel=2)
+        warnings.warn(f"tokens are split on the host, because Triton fails to compile kernels: {reason}", stacklevel=2)
         return False
     works = np.array_equal(found.cpu().numpy(), Splitter(placement, sweeps=4)(load))
     if not works:
-        warnings.warn("tokens are split on the host, for the kernels that do it give other counts here", stacklevel=2)
+        warnings.warn("tokens are split on the host, because the kernels give wrong counts here", stacklevel=2)
     return works
 
 
