@@ -114,7 +114,7 @@ def explain_in_one_line(program: str) -> None:
         if name not in ("", "balancing"):
             print(
                 f"{program}: error: {name} is not installed for {sys.executable}; pip install -e . in "
-                "Megatron-Balance's folder brings it",
+                "Megatron-Balance's folder installs it",
                 file=sys.stderr,
             )
             raise SystemExit(2)

@@ -165,7 +165,7 @@ def read_text(path: StrPath) -> str:
         if not stat.S_ISREG(found.st_mode):
             raise ValueError("cannot be read: it is no regular file; name a file")
         if found.st_size > MOST_BYTES:
-            raise ValueError(f"has {found.st_size:,} bytes, of which at most {MOST_BYTES:,} are read; name another")
+            raise ValueError(f"has {found.st_size:,} bytes, more than the limit of {MOST_BYTES:,}; name another file")
         with open(path, encoding="utf-8") as file:
             return file.read()
     except OSError as error:
@@ -196,7 +196,7 @@ def read_arrays(path: StrPath) -> dict[str, np.ndarray]:
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}; name a file that can") from error
     except MemoryError as error:
-        raise ValueError(f"{path} has arrays larger than the memory here; name another") from error
+        raise ValueError(f"{path} has arrays larger than the free memory; name another file") from error
     except (ValueError, TypeError, SyntaxError, EOFError, NotImplementedError, zipfile.BadZipFile, zlib.error) as error:
         # NumPy takes any other file for a pickle and advises to allow pickles; this message must not.
         why = "holds Python objects" if "allow_pickle" in str(error) and _is_numpy(path) else "is cut short or no .npz"

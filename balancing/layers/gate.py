@@ -158,10 +158,10 @@ class Gate:
             return keep(f"gains {gain * horizon:.4g} s in {horizon} iterations, the move takes {migration:.4g} s")
         wait = config.interval * self.patience
         if self.moved_at is not None and iteration - self.moved_at < wait:
-            return keep(f"the last move is {iteration - self.moved_at} of {wait} iterations ago")
+            return keep(f"the last move was {iteration - self.moved_at} iterations ago, less than {wait}")
         watched = (self.plan, median(ratios) * now, now) if ratios else None
         moved = replace(self, plan=candidate, moved_at=iteration, steps=(), ratios=(), previous=watched)
-        return moved, Decision("move", candidate, f"gains {gain / now:.1%} of a step for {migration:.4g} s")
+        return moved, Decision("move", candidate, f"gains {gain / now:.1%} of a step, moving takes {migration:.4g} s")
 
 
 class LayerMove(NamedTuple):

@@ -78,7 +78,7 @@ def _unrolled(layout: str) -> str:
     text = re.sub(r"\(([^()]*)\)\*(\d+)", lambda part: part[1] * int(part[2]), _guarded(text, layout))
     text = re.sub(r"([EtmL|])\*(\d+)", lambda part: part[1] * int(part[2]), text)
     if odd := re.search(r"[^EtmL|]", text):
-        raise ValueError(f"layout {layout!r} has {odd[0]!r} where only E, t, m, L, | and repetitions may stand")
+        raise ValueError(f"layout {layout!r} has {odd[0]!r}; only E, t, m, L, | and repetitions are allowed")
     return text
 
 

@@ -93,7 +93,7 @@ class SplitPasses:
 
 def _check_finite(values: FloatArray) -> None:
     if not (np.isfinite(values) & (values >= 0)).all():
-        raise ValueError(f"{float(values.min())} is among the seconds and sizes; they are finite and at least 0")
+        raise ValueError(f"{float(values.min())} is among the seconds and sizes; they must be finite and at least 0")
 
 
 @dataclass(frozen=True, eq=False)
