@@ -35,7 +35,8 @@ def split_tokens(load: ArrayLike, placement: ReplicaPlacement, *, sweeps: int | 
 
     load: int [source_rank, expert], tokens on each rank that chose each expert.
     placement: the instances.
-    sweeps: how often each class of experts is divided; by default 4 to 16 times, less often if there are more classes.
+    sweeps: how often each class of experts is divided; by default once if there is one class, else 4 to 16 times, less
+        often if there are more classes.
 
     Raises ValueError for a load of another shape, one that is not integer, or has negative counts.
     """

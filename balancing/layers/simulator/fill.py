@@ -9,8 +9,8 @@ gradients, oldest first,
 - before a forward, as many as needed to stay within the memory budget.
 
 Everything else is Megatron's schedule, action by action (`balancing.layers.simulator.schedule`): the order of forwards
-and backwards, and when messages are posted. So cool-down has only input gradients, and stages with little work wait
-less.
+and backwards, and when messages are posted. So in cool-down, stages wait only for input gradients, and stages with
+little work wait less.
 
 Until its weight gradient is computed, a layer keeps the inputs and output gradients of its matrices. That is nearly as
 much as it keeps between forward and backward (32 of 34 bytes an element with a feed-forward width of 4 h, ibid., table
