@@ -100,7 +100,7 @@ def _lives(path: Path, own: dict[str, Any]) -> bool:
     if (before := _touched(path)) is None:
         return False
     print(
-        f"> {path} is the lock of {_named(path)}; waiting up to {PATIENCE_SECONDS:.0f} s to see whether it still runs",
+        f"> {path} was left by {_named(path)}; waiting up to {PATIENCE_SECONDS:.0f} s to see whether it still runs",
         flush=True,
     )
     deadline = time.monotonic() + PATIENCE_SECONDS

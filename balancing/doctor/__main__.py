@@ -71,7 +71,7 @@ def probe(name: str) -> dict[str, Any]:
             stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=_PROBE_SECONDS,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return {"state": "broken", "error": f"its import takes more than {_PROBE_SECONDS} s"}
+        return {"state": "broken", "error": f"its import hangs for more than {_PROBE_SECONDS} s"}
     answers = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode == 0 and answers:
         return {"state": "ok", **json.loads(answers[-1])}
