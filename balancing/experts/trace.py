@@ -98,9 +98,7 @@ def read_reported_loads(report: History | str | PathLike[str]) -> LoadTrace:
     layers = sorted({layer for own in history.experts.values() for layer in own})
     whole = [iteration for iteration in sorted(history.experts) if sorted(history.experts[iteration]) == layers]
     if not layers:
-        raise history.lacks(
-            "experts", "rank", f"{directory} has no loads of experts; train an MoE model with --balance-report"
-        )
+        raise history.lacks("experts", "rank", f"{directory} has no experts; train an MoE model with --balance-report")
     if not whole:
         raise history.lacks("experts", "rank", f"{directory} has no iteration with the loads of all its MoE layers")
     lines = [[history.experts[iteration][layer] for layer in layers] for iteration in whole]
