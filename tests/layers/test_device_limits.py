@@ -90,7 +90,7 @@ def test_sockets_to_a_thousand_ranks(monkeypatch, soft, hard, wanted):
     monkeypatch.setattr(process_groups.resource, "getrlimit", lambda which: (soft, hard))
     monkeypatch.setattr(process_groups.resource, "setrlimit", lambda which, limit: limits.append(limit))
     if wanted is False:
-        with pytest.raises(ValueError, match=r"a socket to each of 1000 ranks.* may have 1024; allow \d+"):
+        with pytest.raises(ValueError, match=r"a socket to each of 1000 ranks.* is limited to 1024; allow \d+"):
             process_groups._allow_sockets(1000)
     else:
         process_groups._allow_sockets(1000)

@@ -144,7 +144,7 @@ def test_chunks_that_no_layers_fill_are_refused(run, tmp_path, capsys):
         line | {"chunk": [4000] * 8} if (line["balancer"], line["unit"]) == LAYERS else line for line in lines_of(run)
     ]
     assert COMMANDS["layers"](with_lines(tmp_path, many)) == 2
-    assert "has 8 layers in 4 stages of 4001 chunks" in capsys.readouterr().err
+    assert "has 8 layers, too few for its 4 stages of 4001 chunks" in capsys.readouterr().err
 
 
 def test_a_line_without_end_is_not_read_whole(run, tmp_path, monkeypatch):

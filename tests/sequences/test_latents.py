@@ -156,7 +156,7 @@ def test_latents_that_do_not_fit_are_refused(pool: Pool) -> None:
         wrong_weight, half, window = said
         assert "does not project latents" in wrong_weight
         assert "go together" in half
-        assert "windows" in window
+        assert "a sliding window" in window
 
 
 def _gradients() -> tuple[Any, list[list[float]], list[float]]:
