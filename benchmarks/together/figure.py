@@ -13,10 +13,10 @@ from balancing.report.figures.style import BACKWARD, FORWARD
 from balancing.report.trace import TraceIteration
 from benchmarks.figure_file import save_figure
 
-__all__ = ["draw"]
+__all__ = ["BEFORE", "draw"]
 
 _COLORS = {"forward": FORWARD, "backward": BACKWARD}
-_BEFORE = 3  # the iteration, from 1, of a run that moves layers behind it
+BEFORE = 3  # the iteration, from 1, of a run that moves layers behind it
 
 
 def draw(seconds: Mapping[str, float], before: Path, after: Path, path: Path) -> None:
@@ -45,7 +45,7 @@ def draw(seconds: Mapping[str, float], before: Path, after: Path, path: Path) ->
     bars.set_ylabel("times faster than without")
     bars.margins(y=0.2)
     bars.set_title("Emulated, 8 ranks: frozen layers, documents and routing uneven", fontsize=10, loc="left")
-    steps = {"before": _step(before, _BEFORE), "after": _step(after, None)}
+    steps = {"before": _step(before, BEFORE), "after": _step(after, None)}
     longest = max(step.step_seconds for step in steps.values())
     for axes, (when, step) in zip(pipelines, steps.items(), strict=True):
         _pipeline(axes, step)
