@@ -17,6 +17,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -26,10 +27,10 @@ from benchmarks.emulated import EmulatedCluster, RankFailed, RunTimeout
 from benchmarks.layers.fill import filled_step
 from benchmarks.layers.traces import TRACES, trace
 
-__all__ = ["Row", "main", "measure", "slowed"]
+__all__ = ["Row", "main", "measure", "run_pipelines", "slowed"]
 
 _ROOT = str(Path(__file__).resolve().parents[2])
-ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([_ROOT, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
+_ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([_ROOT, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
 _LAYERS, _MICRO_BATCHES, _STEP = 48, 32, 6.0
 _BOUND = 0.05
 _FILLED = "optimal, filled"
@@ -98,9 +99,15 @@ def measure(
             arrays = dict(zip(("forward", "backward"), cost.stage_seconds(plan), strict=True))
         pipeline = {name: values.tolist() for name, values in arrays.items()}
         pipelines.append(pipeline | {"micro_batches": micro_batches, "repeats": repeats})
+    return run_pipelines(stages, pipelines)
+
+
+def run_pipelines(stages: int, pipelines: list[dict[str, Any]]) -> list[float]:
+    """Seconds of a step of each pipeline on as many emulated ranks, the quickest of its repeats. pipelines: as
+    `benchmarks.emulated.paced` takes them."""
     with EmulatedCluster(1, stages) as cluster:
         arguments = ["ignore", "-m", "benchmarks.emulated.paced", json.dumps(pipelines)]
-        run = cluster.run("-W", arguments, timeout=280, environment=ENVIRONMENT)
+        run = cluster.run("-W", arguments, timeout=280, environment=_ENVIRONMENT)
     return [min(seconds) for seconds in json.loads(run.output[0][-1])]
 
 

@@ -122,7 +122,8 @@ def _check_configs(kind: str, chunks: Sequence[torch.nn.Module], optimizer: Any)
     }
     if not known.get("fp8"):
         known.pop("fp8_recipe", None)
-    rows = [row for row in refused(known, _FEATURES.get(kind, ())) if row.flag not in {row.flag for row in _GRAPHS}]
+    replaced = {row.flag for row in _GRAPHS}
+    rows = [row for row in refused(known, _FEATURES.get(kind, ())) if row.flag not in replaced]
     rows += [row for row in (*_GRAPHS, *(_OF_EXPERTS if kind == "ExpertBalancer" else ())) if row.refuses(known)]
     if rows:
         row = rows[0]
