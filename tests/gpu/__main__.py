@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +179,7 @@ def run_part(part: Part, out: Path, environment: dict[str, str], limit: float, d
             stdout=file,
             stderr=file,
             start_new_session=True,
-            preexec_fn=die_with_parent,
+            preexec_fn=partial(die_with_parent, os.getpid()),
         )
         try:
             process.wait(limit)

@@ -11,6 +11,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from tests.support.pool_server import die_with_parent
@@ -42,7 +43,7 @@ def private_mps() -> Iterator[dict[str, str]]:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            preexec_fn=die_with_parent,
+            preexec_fn=partial(die_with_parent, os.getpid()),
         )
         try:
             yield environment if _answers(daemon, environment) else {}

@@ -1,4 +1,4 @@
-"""python -m tests.gpu.rank FOLDER RANK: one rank of a job of `tests.gpu.ranks`, a process of its own."""
+"""python -m tests.gpu.rank FOLDER RANK PARENT: one rank of a job of `tests.gpu.ranks`, a process of its own."""
 
 import faulthandler
 import os
@@ -9,8 +9,8 @@ from pathlib import Path
 from tests.support.pool_server import Outcome, _call, die_with_parent, result_file
 
 
-def main(folder: Path, rank: int) -> int:
-    die_with_parent()
+def main(folder: Path, rank: int, parent: int) -> int:
+    die_with_parent(parent)
     faulthandler.enable()
     if os.environ.get("GPU_CHECK_STAGED"):
         from tests.gpu.host_group import use_host_groups
@@ -29,7 +29,7 @@ def main(folder: Path, rank: int) -> int:
 
 
 if __name__ == "__main__":
-    code = main(Path(sys.argv[1]), int(sys.argv[2]))
+    code = main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
     sys.stdout.flush()
     sys.stderr.flush()
     # Ranks end at different times: destroying NCCL's communicators would wait for the others.

@@ -9,6 +9,7 @@ the host (`host_group.py`).
 """
 
 import contextlib
+import os
 import pickle
 import subprocess
 import sys
@@ -104,7 +105,7 @@ class OnGpus(Pool):
                 with output_file(job.folder, rank).open("ab") as output:
                     ranks.append(
                         subprocess.Popen(
-                            [sys.executable, *self._program, str(job.folder), str(rank)],
+                            [sys.executable, *self._program, str(job.folder), str(rank), str(os.getpid())],
                             cwd=REPOSITORY,
                             env=single_threaded() | job.environment | own,
                             stdin=subprocess.DEVNULL,

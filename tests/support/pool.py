@@ -145,7 +145,7 @@ class Pool:
             [
                 sys.executable,
                 "-c",
-                "from tests.support import pool_server; pool_server.main()",
+                f"from tests.support import pool_server; pool_server.main({os.getpid()})",
                 *(["preload"] if self._preload else []),
                 *([self._before] if self._before else []),
             ],

@@ -86,10 +86,15 @@ def output_file(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank}.output"
 
 
-def die_with_parent() -> None:
-    """Ask Linux to kill this process when its parent ends, however it ends."""
+def die_with_parent(parent: int) -> None:
+    """Have Linux kill this process when its parent ends, however it ends.
+
+    parent: its process id, which the parent itself tells: one that has ended before this call is no longer asked for.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG
+        if os.getppid() != parent:
+            os._exit(1)
 
 
 def _call(job: Job) -> Outcome:
@@ -108,9 +113,7 @@ def _call(job: Job) -> Outcome:
 def _run_rank(job: Job, rank: int, server: int) -> None:
     """The whole life of one rank. Does not return."""
     os.setpgid(0, 0)
-    die_with_parent()
-    if os.getppid() != server:
-        os._exit(1)
+    die_with_parent(server)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     output = os.open(output_file(job.folder, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
@@ -151,7 +154,7 @@ def _start_store(server: int) -> tuple[int, int]:
     pid = os.fork()
     if pid == 0:
         os.setpgid(0, 0)
-        die_with_parent()
+        die_with_parent(server)
         from torch.distributed import TCPStore
 
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -253,9 +256,9 @@ def _preload(before: list[str]) -> None:
     gc.freeze()  # or a collection in a rank would copy every page of this process
 
 
-def main() -> None:
+def main(parent: int) -> None:
     server = os.getpid()
-    die_with_parent()
+    die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test run, which then ends this process
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)

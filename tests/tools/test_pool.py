@@ -194,6 +194,21 @@ def test_nothing_outlives_the_test_run(tmp_path, end):
         process.wait()
 
 
+def test_a_process_whose_parent_has_ended_already_ends():
+    """As where the parent is killed between starting it and its asking for a signal."""
+    code = (
+        "import os, time\n"
+        "from tests.support.pool_server import die_with_parent\n"
+        "parent = os.getpid()\n"
+        "if os.fork() == 0:\n"
+        "    while os.getppid() == parent: time.sleep(0.01)\n"
+        "    print('asks', flush=True)\n"
+        "    die_with_parent(parent)\n"
+        "    print('lives on', flush=True)\n"
+    )
+    assert run_python("-c", code).stdout == "asks\n"
+
+
 def test_a_server_that_dies_is_replaced():
     workers = Pool(preload=False)
     try:
