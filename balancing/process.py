@@ -4,6 +4,7 @@ import contextlib
 import os
 import threading
 import time
+from multiprocessing import parent_process
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,8 @@ def end_with_parent() -> None:
     parent = os.getppid()
 
     def watch() -> None:
-        while os.getppid() == parent:
+        # A parent that ended before this call is found by its pipe. Until the imports are done, it has no entry.
+        while os.getppid() == parent and ((owner := parent_process()) is None or owner.is_alive()):
             time.sleep(1.0)
         os._exit(1)
 
