@@ -19,7 +19,6 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -31,8 +30,6 @@ from benchmarks.figure_file import save_figure
 
 __all__ = ["Row", "main", "pipelines", "transfers"]
 
-_ROOT = str(Path(__file__).resolve().parents[2])
-_ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([_ROOT, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
 _TIMEOUT = 300.0  # seconds for one launch of ranks
 _NIC = "25MB/s"
 _MEGABYTES = 10
@@ -111,7 +108,7 @@ def pipelines(cases: Sequence[_Pipeline], cluster: EmulatedCluster, repeats: int
     """Time Megatron's schedules with paced stages, one rank a stage. Raises RankFailed and RunTimeout."""
     job = json.dumps([case.job() | {"repeats": repeats} for case in cases])
     arguments = ["ignore", "-m", "benchmarks.emulated.paced", job]
-    run = cluster.run("-W", arguments, timeout=_TIMEOUT, environment=_ENVIRONMENT)
+    run = cluster.run("-W", arguments, timeout=_TIMEOUT)
     measured = json.loads(run.output[0][-1])
     return [
         Row(case.name, case.method, min(seconds), case.expected(), 0.95, 1.05)
@@ -162,7 +159,6 @@ def transfers(repeats: int) -> tuple[list[Row], str | None]:
             "-m",
             ["benchmarks.emulated.transfers", "--bytes", str(size), "--repeats", str(repeats), *patterns],
             timeout=_TIMEOUT,
-            environment=_ENVIRONMENT,
         )
     seconds = json.loads(run.output[0][-1])
     rows = []

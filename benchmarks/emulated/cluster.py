@@ -3,7 +3,7 @@
 Each rank gets torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR,
 MASTER_PORT, OMP_NUM_THREADS), GLOO_SOCKET_IFNAME = its NIC, and the cluster's shape in EMULATED_NODES,
 EMULATED_RANKS_PER_NODE, EMULATED_NICS_PER_NODE, EMULATED_NIC (which one is its own) and, if the network is shaped,
-EMULATED_NIC_BYTES_PER_SECOND.
+EMULATED_NIC_BYTES_PER_SECOND. It imports from this repository, wherever the run is started.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -27,6 +27,7 @@ from benchmarks.emulated.rate import parse_rate
 
 __all__ = ["EmulatedCluster", "Run"]
 
+_ROOT = str(Path(__file__).resolve().parents[2])
 _ENTRY = str(Path(__file__).with_name("entry.py"))
 _PORT = 29500
 _MOST_NODES = 250  # nodes are counted in one byte of the address
@@ -129,15 +130,13 @@ class EmulatedCluster:
         arguments: Sequence[str] = (),
         *,
         timeout: float | None,
-        environment: Mapping[str, str] | None = None,
         on_line: Callable[[int, str], None] | None = None,
         log_dir: str | Path | None = None,
     ) -> Run:
         """Run `python script arguments...` once a rank and wait for all. `script` may be a Python option, such as -m.
 
-        timeout: seconds for the whole run, None for no limit. environment: set on top of this process's and of the
-        ranks' own. on_line(rank, line): called with each line of output as it comes. log_dir: write each rank's
-        output to rank_N.log there, and do not keep it.
+        timeout: seconds for the whole run, None for no limit. on_line(rank, line): called with each line of output
+        as it comes. log_dir: write each rank's output to rank_N.log there, and do not keep it.
 
         Raises RankFailed for the first rank that fails and RunTimeout; all ranks have ended by then. ValueError if the
         script does not exist. Call it on the thread that outlives the run.
@@ -162,7 +161,7 @@ class EmulatedCluster:
                 if on_line is not None:
                     on_line(rank, line)
 
-            run_ranks(self._commands([script, *arguments], environment or {}), take, timeout)
+            run_ranks(self._commands([script, *arguments]), take, timeout)
         return Run(time.monotonic() - begin, tuple(map(tuple, kept)))
 
     def places(self) -> list[tuple[dict[str, str], dict[str, Any]]]:
@@ -175,6 +174,7 @@ class EmulatedCluster:
             "MASTER_ADDR": network.address(0, 0) if network else "127.0.0.1",
             "MASTER_PORT": _PORT if network else _free_port(),
             "OMP_NUM_THREADS": 1,
+            "PYTHONPATH": os.pathsep.join([_ROOT, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
             "PYTHONUNBUFFERED": 1,
             "EMULATED_NODES": self.nodes,
             "EMULATED_RANKS_PER_NODE": self.ranks_per_node,
@@ -197,11 +197,11 @@ class EmulatedCluster:
             places.append(({name: str(value) for name, value in (shared | own).items()}, place))
         return places
 
-    def _commands(self, arguments: list[str], environment: Mapping[str, str]) -> list[Command]:
+    def _commands(self, arguments: list[str]) -> list[Command]:
         commands = []
         for variables, place in self.places():
             argv = [sys.executable, "-I", "-S", _ENTRY, json.dumps(place), *arguments]
-            commands.append(Command(argv, {**os.environ, **variables, **environment}))
+            commands.append(Command(argv, {**os.environ, **variables}))
         return commands
 
 

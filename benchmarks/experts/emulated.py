@@ -49,8 +49,6 @@ from benchmarks.figure_file import save_figure
 
 __all__ = ["CEILING", "EXPERT_SECONDS", "VARIANTS", "Row", "measure", "measure_all"]
 
-_ROOT = str(Path(__file__).resolve().parents[2])
-_ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([_ROOT, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
 _TIMEOUT = 3600.0  # seconds for one launch of ranks
 EXPERT_SECONDS = {8: 0.12, 16: 0.24}  # by number of ranks, which share two cores
 _PIECES = 16  # of an expert's weights; a real one has 21
@@ -193,7 +191,7 @@ def measure_all(
             path.mkdir()
             planning.append(_write(path, loads, scale, variants))
         program = ["ignore", "-m", "benchmarks.experts.emulated_rank", *map(str, folders)]
-        run = cluster.run("-W", program, timeout=timeout, environment=_ENVIRONMENT, on_line=_tell)
+        run = cluster.run("-W", program, timeout=timeout, on_line=_tell)
         reason = cluster.not_shaped_because
     lines = [json.loads(line) for line in run.output[0] if line.startswith('{"variant"')]
     return [

@@ -16,7 +16,6 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,8 +28,6 @@ from benchmarks.layers.traces import TRACES, trace
 
 __all__ = ["Row", "main", "measure", "run_pipelines", "slowed"]
 
-_ROOT = str(Path(__file__).resolve().parents[2])
-_ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([_ROOT, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
 _LAYERS, _MICRO_BATCHES, _STEP = 48, 32, 6.0
 _BOUND = 0.05
 _FILLED = "optimal, filled"
@@ -107,7 +104,7 @@ def run_pipelines(stages: int, pipelines: list[dict[str, Any]]) -> list[float]:
     `benchmarks.emulated.paced` takes them."""
     with EmulatedCluster(1, stages) as cluster:
         arguments = ["ignore", "-m", "benchmarks.emulated.paced", json.dumps(pipelines)]
-        run = cluster.run("-W", arguments, timeout=280, environment=_ENVIRONMENT)
+        run = cluster.run("-W", arguments, timeout=280)
     return [min(seconds) for seconds in json.loads(run.output[0][-1])]
 
 

@@ -47,8 +47,6 @@ from benchmarks.sequences.emulated_workload import CLUSTERS, METHODS, SHAPES, Ca
 
 __all__ = ["RoutingRow", "Row", "measure", "measure_rows"]
 
-_ROOT = str(Path(__file__).resolve().parents[2])
-_ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([_ROOT, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
 _TIMEOUT = 3600.0  # seconds for one launch of ranks
 _TIME = 100.0  # emulated seconds for each modelled one
 _ROUND_WIDTH = 128  # numbers of a head in the round of a long sequence
@@ -117,7 +115,7 @@ def measure(job: Job, *, limited: bool = True, timeout: float = _TIMEOUT) -> tup
         path = Path(folder, "job.pickle")
         path.write_bytes(pickle.dumps(job))
         program = ["ignore", "-m", "benchmarks.sequences.emulated_rank", str(path)]
-        run = cluster.run("-W", program, timeout=timeout, environment=_ENVIRONMENT, on_line=partial(_tell, job))
+        run = cluster.run("-W", program, timeout=timeout, on_line=partial(_tell, job))
         reason = cluster.not_shaped_because
     return [json.loads(line) for line in run.output[0] if line.startswith("{")], reason
 

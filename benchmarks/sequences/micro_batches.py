@@ -36,7 +36,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 from rich.console import Console
@@ -64,7 +63,6 @@ from benchmarks.sequences.plans import sources
 
 __all__ = ["Row", "main"]
 
-_ROOT = str(Path(__file__).resolve().parents[2])
 _SHAPE, _PRESET = AttentionShape(4096, 32, 8, 32, 14336), "h200-8x400g"
 _SAMPLE, _RANKS = 32768, 8  # tokens of a sample, ranks of a replica
 _METHODS = ("drawn", "sorted", "differencing", "hybrid", "balanced", "whole", "slopes")
@@ -250,10 +248,9 @@ def _emulated(known: dict[str, str | np.ndarray], quick: bool) -> Iterator[Row]:
             for each in passes.values():
                 stages = [np.broadcast_to(one * slower / _STAGES, (_STAGES, 1, size)).tolist() for one in each]
                 pipelines.append({"forward": stages[0], "backward": stages[1], "micro_batches": size})
-        environment = {"PYTHONPATH": os.pathsep.join([_ROOT, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
         with EmulatedCluster(1, _STAGES) as cluster:
             arguments = ["ignore", "-m", "benchmarks.emulated.paced", json.dumps(pipelines)]
-            run = cluster.run("-W", arguments, timeout=280, environment=environment)
+            run = cluster.run("-W", arguments, timeout=280)
         seconds = np.array(json.loads(run.output[0][-1])).reshape(turns, len(passes))
         ratios = np.median(seconds / seconds[:, -1:], axis=0)
         forbidden = least_imbalance(step.plan("balanced").seconds, size) > 1

@@ -385,6 +385,6 @@ def test_megatrons_schedule_runs_paced_stages():
     pipeline = {"forward": [[0.02], [0.04]], "backward": [[0.04], [0.08]], "micro_batches": 3, "message_bytes": 5000}
     with EmulatedCluster(1, 2) as cluster:
         module = ["ignore", "-m", "benchmarks.emulated.paced", json.dumps([pipeline | {"repeats": 2}])]
-        run = cluster.run("-W", module, timeout=PATIENCE, environment={"PYTHONPATH": str(ROOT)})
+        run = cluster.run("-W", module, timeout=PATIENCE)
     (seconds,) = json.loads(run.output[0][-1])
     assert len(seconds) == 2 and min(seconds) >= 0.02 + 3 * 0.12 + 0.04  # noise only makes it slower
