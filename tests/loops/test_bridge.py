@@ -2,16 +2,22 @@
 
 import contextlib
 import io
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 STEPS, SAVED, RANKS, SEQUENCE = 6, 4, 4, 32  # SAVED: the step after which there is a checkpoint
+PACK, VOCABULARY = 768, 128  # tokens of a micro-batch of packed sequences
 
 
-def _config(pipeline: int, folder: str, exact: bool) -> Any:
-    """A small mixture of experts on mock data, in Bridge's containers. Parameters as of `_train`."""
+def _config(pipeline: int, folder: str, exact: bool, core: type | None = None) -> Any:
+    """A small mixture of experts on mock data, in Bridge's containers. Parameters as of `_train`.
+
+    core: the class of core attention without Transformer Engine; None for Megatron-LM's own.
+    """
     import torch
     import torch.nn.functional as F
     from megatron.bridge.models.gpt_provider import GPTModelProvider
@@ -21,12 +27,15 @@ def _config(pipeline: int, folder: str, exact: bool) -> Any:
 
     def local_layers(provider: Any, vp_stage: int | None = None) -> Any:
         """Without Transformer Engine, which has no float64."""
-        return get_gpt_decoder_block_spec(provider, use_transformer_engine=False, vp_stage=vp_stage)
+        spec = get_gpt_decoder_block_spec(provider, use_transformer_engine=False, vp_stage=vp_stage)
+        for layer in spec.layer_specs if core else ():
+            layer.submodules.self_attention.submodules.core_attention = core
+        return spec
 
     full = torch.get_default_dtype()
     spec = {"transformer_impl": "local", "transformer_layer_spec": local_layers} if exact else {}
     provider = GPTModelProvider(
-        num_layers=4, hidden_size=32, ffn_hidden_size=64, num_attention_heads=2, vocab_size=128,
+        num_layers=4, hidden_size=32, ffn_hidden_size=64, num_attention_heads=2, vocab_size=VOCABULARY,
         seq_length=SEQUENCE, num_moe_experts=4, moe_ffn_hidden_size=32, moe_router_topk=2,
         moe_token_dispatcher_type="alltoall", moe_router_load_balancing_type="aux_loss",
         moe_aux_loss_coeff=1e-2, moe_grouped_gemm=not exact, expert_model_parallel_size=2,
@@ -62,12 +71,36 @@ def _config(pipeline: int, folder: str, exact: bool) -> Any:
             num_workers=0,
         ),
         logger=config.LoggerConfig(log_interval=100),
-        tokenizer=config.TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=127),
+        tokenizer=config.TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=VOCABULARY - 1),
         checkpoint=config.CheckpointConfig(
             save=folder or None, save_interval=SAVED, async_save=False
         ),
         rng=config.RNGConfig(seed=1),
     )  # fmt: skip
+
+
+def _pretrain(config: Any, callbacks: list[Any]) -> list[float]:
+    """Bridge's `pretrain`. Returns losses and norms of this rank."""
+    from megatron.bridge.training.gpt_step import forward_step
+    from megatron.bridge.training.pretrain import pretrain
+
+    losses = []
+
+    class Record:
+        def on_train_step_end(self, context: Any) -> None:
+            losses.extend(float(value) for value in (context.loss_dict or {}).values())
+            losses.append(float(context.grad_norm))
+
+    pretrain(config, forward_step, callbacks=[*callbacks, Record()])
+    return losses
+
+
+def _in(precision: str) -> None:
+    import torch
+    from megatron.core import optimizer
+
+    torch.set_default_dtype(getattr(torch, precision))
+    optimizer.USING_PYTORCH_OPTIMIZER = precision == "float64"  # Transformer Engine's has no float64
 
 
 def _train(
@@ -78,27 +111,14 @@ def _train(
     pipeline: stages; with more than one, layers are balanced. folder: for checkpoints, if any. step: of that to resume
     from. exact: in float64 without Transformer Engine, which has no float64; else with its layers.
     """
-    import torch
-    from megatron.bridge.training.gpt_step import forward_step
-    from megatron.bridge.training.pretrain import pretrain
-    from megatron.core import optimizer
-
     from balancing.experts.config import ExpertConfig
     from balancing.layers.config import LayerConfig
     from megatron.balanced.loops.bridge import Balance, resume_layout
     from tests.support.set_clock import SetClock, slow_layers
 
     slow_layers(SetClock().install(), lambda number: (1.0, 2.0) if number else (3.0, 6.0))
-    torch.set_default_dtype(torch.float64 if exact else torch.float32)
-    optimizer.USING_PYTORCH_OPTIMIZER = exact
-    losses, events = [], []
-
-    class Record:
-        def on_train_step_end(self, context: Any) -> None:
-            losses.extend(float(value) for value in (context.loss_dict or {}).values())
-            losses.append(float(context.grad_norm))
-
-    callbacks: list[Any] = [Record()]
+    _in("float64" if exact else "float32")
+    callbacks, events = [], []
     if balanced:
         experts = ExpertConfig(enabled=True, min_gain=0.0)
         layers = LayerConfig(enabled=True, interval=3) if pipeline > 1 else None
@@ -106,8 +126,70 @@ def _train(
     config = _config(pipeline, folder, exact)
     config.checkpoint.load, config.checkpoint.ckpt_step = folder if step else None, step
     resume_layout(config)
-    pretrain(config, forward_step, callbacks=callbacks)
-    return losses, [event() for event in events]
+    return _pretrain(config, callbacks), [event() for event in events]
+
+
+def _pack(folder: Path) -> None:
+    """Write what Bridge makes of a dataset for fine-tuning when it packs offline: sequences of different lengths, which
+    the end-of-sequence token pads to multiples of four tokens."""
+    draw, end, packs = np.random.default_rng(1), VOCABULARY - 2, []
+    for number in range(8 * STEPS):
+        rooms = [704, 4] if number % 3 == 0 else (4 * draw.integers(4, 40, 4)).tolist()
+        pack: dict[str, list[int]] = {"input_ids": [], "seq_start_id": [], "loss_mask": []}
+        for room in rooms:
+            padded = int(draw.integers(0, 4))
+            pack["seq_start_id"].append(len(pack["input_ids"]))
+            pack["input_ids"] += [*draw.integers(0, VOCABULARY // 8, room + 1 - padded).tolist(), *[end] * padded]
+            pack["loss_mask"] += [int(at >= room // 3) for at in range(room + 1)]  # the rest is the prompt
+        packs.append(pack)
+    np.save(folder / "packed.npy", np.array(packs, dtype=object), allow_pickle=True)
+    (folder / "packed.json").write_text(json.dumps([]))
+
+
+def _finetune(ways: int, balanced: bool, exact: bool, folder: str) -> tuple[list[float], list[dict]]:
+    """Fine-tuning on the packs in `folder`, over `ways` context-parallel ranks. exact: as of `_train`."""
+    from megatron.bridge.data.builders.gpt_sft import GPTSFTDatasetConfig
+    from megatron.bridge.data.packing.config import PackedSequenceSpecs
+    from megatron.bridge.training import initialize
+    from megatron.core.tokenizers.text.libraries.null_tokenizer import NullTokenizer
+    from megatron.core.transformer.module import MegatronModule
+
+    from balancing.cluster import Cluster
+    from balancing.experts.config import ExpertConfig
+    from balancing.sequences.config import SequenceConfig
+    from megatron.balanced.local.packed_attention import PackedDotProductAttention
+    from megatron.balanced.loops.bridge import Balance
+
+    class OfEngine(MegatronModule):
+        """Has no forward pass of its own, as Megatron-LM has none over context-parallel ranks without Transformer
+        Engine."""
+
+        def __init__(self, config: Any, **unused: Any) -> None:
+            super().__init__(config)
+
+    _in("float64" if exact else "float32")
+    NullTokenizer.eos_id = NullTokenizer.eod  # what datasets for fine-tuning ask for
+    initialize._warmup_jit_function = lambda *unused: None  # draws as much as there are tokens, which moves the weights
+    config = _config(1, "", exact, OfEngine if ways > 1 else PackedDotProductAttention)
+    model = config.model
+    model.context_parallel_size, model.calculate_per_token_loss, model.seq_length = ways, True, PACK
+    model.moe_router_load_balancing_type = "none"
+    config.validation.eval_iters = 0
+    packs = Path(folder)
+    config.dataset = GPTSFTDatasetConfig(
+        seq_length=PACK, dataset_root=folder, enable_offline_packing=True, do_validation=False, do_test=False,
+        num_workers=0, offline_packing_specs=PackedSequenceSpecs(
+            packed_sequence_size=PACK, packed_train_data_path=packs / "packed.npy",
+            packed_metadata_path=packs / "packed.json",
+            pad_seq_to_mult=4 if exact else 1,  # with 1, lengths include padding, which the engine does not take here
+        ),
+    )  # fmt: skip
+    callbacks, events = [], []
+    if balanced:
+        slow = Cluster(1, 2 * ways, 1, 1e12, 1e12, 1e6, 1e9)  # so that even these short sequences are worth a move
+        experts, sequences = ExpertConfig(enabled=True, min_gain=0.0), SequenceConfig(enabled=True)
+        callbacks.append(Balance(experts=experts, sequences=sequences, cluster=slow, report=events.append))
+    return _pretrain(config, callbacks), [event() for event in events]
 
 
 def _check_balance(runs: list, pipeline: int) -> None:
@@ -171,3 +253,21 @@ def test_the_example_balances_a_recipe(bridge):
     events = [event for of_rank, _ in told for event in of_rank]
     assert {event["iteration"] for event in events if event["balancer"] == "experts"} == {1, 2, 3, 4}
     assert any("experts replicate, imbalance" in shown for _, shown in told)
+
+
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "engine"])
+def test_packed_sequences_are_balanced_over_context_parallel_ranks(bridge, tmp_path, exact):
+    _pack(tmp_path)
+    # Megatron-LM has no attention over context-parallel ranks in these precisions.
+    plain = bridge.run(2, _finetune, 1, False, exact, str(tmp_path))
+    balanced = bridge.run(RANKS, _finetune, 2, True, exact, str(tmp_path))
+    for losses, _ in balanced:
+        np.testing.assert_allclose(losses, plain[0][0], rtol=1e-12 if exact else 2e-6)
+        assert len(losses) == 2 * STEPS
+    events = [event for _, told in balanced for event in told]
+    for balancer in ("experts", "sequences"):
+        of_steps = [event for event in events if event["balancer"] == balancer]
+        assert {event["iteration"] for event in of_steps} == set(range(1, STEPS + 1))
+        moved = [event for event in of_steps if event["moved_bytes"]]
+        before, after = (np.mean([event[f"imbalance_{when}"] for event in moved]) for when in ("before", "after"))
+        assert before > 1.03 and after - 1 < 0.2 * (before - 1), balancer

@@ -26,11 +26,13 @@ class PackedDotProductAttention(DotProductAttention):
     ) -> torch.Tensor:
         """query [t, heads, head_dim], key and value [t, kv_heads, head_dim] -> [t, heads x head_dim].
 
-        Without `packed_seq_params` the shapes are upstream's, [s, b, heads, head_dim].
+        Without `packed_seq_params` the shapes are upstream's, [s, b, heads, head_dim]. Padding behind a document
+        attends as its tokens do.
         """
         if packed_seq_params is None:
             return super().forward(query, key, value, attention_mask, **kwargs)
-        bounds = packed_seq_params.cu_seqlens_q.tolist()
+        padded = packed_seq_params.cu_seqlens_q_padded
+        bounds = (packed_seq_params.cu_seqlens_q if padded is None else padded).tolist()
         outputs = [
             super(PackedDotProductAttention, self).forward(
                 query[start:stop, None], key[start:stop, None], value[start:stop, None], None, **kwargs

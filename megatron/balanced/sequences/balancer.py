@@ -290,13 +290,14 @@ class SequenceBalancer(StepCallback):
             return
         numbers = self._gather(spent(batches))
         if not mpu.get_tensor_model_parallel_rank() and not self.domain.rank:
+            stage, replica = mpu.get_pipeline_model_parallel_rank(), mpu.get_data_parallel_rank()
             self._report(
                 step_event(
                     self._iteration,
                     batches,
                     numbers,
                     not self._batches.masks_documents or self._batches.conversations,
-                    Sharing(self.domain, self._cluster, self._shape),
+                    Sharing(self.domain, self._cluster, self._shape, stage, replica),
                     self._step_seconds if self.config.micro_batches else None,
                 )
             )

@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from megatron.core import mpu
 
 from balancing.cluster import Cluster
 from balancing.report import event, imbalance
@@ -37,11 +36,14 @@ class MicroBatch(NamedTuple):
 
 
 class Sharing(NamedTuple):
-    """The ranks that share micro-batches, and the model."""
+    """The ranks that share micro-batches, the model, and the pipeline stage and data-parallel rank of this rank. A loop
+    may ask for an event when its process groups are gone."""
 
     domain: Domain
     cluster: Cluster
     shape: AttentionShape
+    stage: int
+    replica: int
 
 
 def spent(batches: Sequence[MicroBatch]) -> list[int]:
@@ -76,7 +78,7 @@ def step_event(
     step: costs of micro-batches -> seconds of a step. None if documents run in the micro-batches for which they were
         drawn.
     """
-    domain, cluster, shape = sharing
+    domain, cluster, shape, stage, replica = sharing
     exposed, waited, *sent = of_ranks.T
     kv_intra, kv_inter, remap_intra, remap_inter = (int(part.sum()) for part in sent)
     plan_ms = sum(batch.plan_ms for batch in batches)
@@ -114,8 +116,8 @@ def step_event(
         **zone_shares(plans, cluster),
         ordered_before=ordered[0],
         ordered_after=ordered[1],
-        stage=mpu.get_pipeline_model_parallel_rank(),
-        replica=mpu.get_data_parallel_rank(),
+        stage=stage,
+        replica=replica,
     )
 
 

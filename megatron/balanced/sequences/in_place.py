@@ -153,7 +153,8 @@ class AttentionBalancer(StepCallback):
             return
         numbers = gather_objects(spent(batches), self._hosts)
         if not mpu.get_tensor_model_parallel_rank() and not self._domain.rank:
-            sharing = Sharing(self._domain, self._cluster, self._shape)
+            stage, replica = mpu.get_pipeline_model_parallel_rank(), mpu.get_data_parallel_rank()
+            sharing = Sharing(self._domain, self._cluster, self._shape, stage, replica)
             of_ranks = np.array(numbers, dtype=np.int64)
             self._event(partial(step_event, self._iteration, batches, of_ranks, True, sharing, None))
 

@@ -194,8 +194,8 @@ def thd_get_partitioned_indices(
     end."""
     found = []
     for start, stop in pairwise(cu_seqlens.tolist()):
-        chunks = torch.arange(start, stop).chunk(2 * world_size)
-        assert len({len(chunk) for chunk in chunks}) == 1 and len(chunks) == 2 * world_size
+        assert (stop - start) % (2 * world_size) == 0
+        chunks = torch.arange(start, stop).tensor_split(2 * world_size)  # a document may be empty
         found += [chunks[rank], chunks[2 * world_size - 1 - rank]]
     indices = torch.cat(found).int()
     assert len(indices) == total_tokens // world_size
