@@ -30,11 +30,13 @@ class NicShares(NamedTuple):
 
     rank, nic: int64 [pair].
     share: float64 [pair]; the shares of a rank add up to 1.
+    first: int64 [NIC with ranks], its first pair.
     """
 
     rank: np.ndarray
     nic: np.ndarray
     share: np.ndarray
+    first: np.ndarray
 
 
 def exchange_seconds(table: np.ndarray, cluster: Cluster) -> float:
@@ -53,8 +55,8 @@ def link_seconds(near: np.ndarray, far: np.ndarray, cluster: Cluster) -> np.ndar
 
     Raises ValueError for more ranks than the cluster has.
     """
-    rank, nic, share = nic_shares(cluster, far.shape[-1])
-    by_nic = np.add.reduceat(far[..., rank] * share, np.flatnonzero(np.diff(nic, prepend=-1)), axis=-1)
+    rank, _, share, first = nic_shares(cluster, far.shape[-1])
+    by_nic = np.add.reduceat(far[..., rank] * share, first, axis=-1)
     return np.maximum(near.max(-1) / cluster.intra_node_bandwidth, by_nic.max(-1) / cluster.nic_bandwidth)
 
 
@@ -88,7 +90,8 @@ def nic_shares(cluster: Cluster, ranks: int) -> NicShares:
     _check_ranks(cluster, ranks)
     nics = [cluster.nics(rank) for rank in range(ranks)]
     pairs = [(rank, nic, 1 / len(own)) for rank, own in enumerate(nics) for nic in own]  # both ascending
-    return NicShares(*(np.array(column) for column in zip(*pairs, strict=True)))
+    rank, nic, share = (np.array(column) for column in zip(*pairs, strict=True))
+    return NicShares(rank, nic, share, np.flatnonzero(np.diff(nic, prepend=-1)))
 
 
 @lru_cache(maxsize=8)

@@ -167,11 +167,7 @@ class ReplicaPlacement:
         members: dict[int, list[int]] = {}
         for hot, holder in zip(expert[order].tolist(), rank[order].tolist(), strict=True):
             members.setdefault(hot, [home[hot]]).append(holder)
-        crossing = []
-        for hot, ranks in members.items():
-            node = ranks[0] // per_node
-            if min(ranks) // per_node != node or max(ranks) // per_node != node:
-                crossing.append(hot)
+        crossing = np.unique(expert[rank // per_node != self.home[expert] // per_node]).tolist()
         if crossing:
             nic = self._nics()
             leaving, entering = [0] * len(nic), [0] * len(nic)

@@ -217,7 +217,7 @@ def test_no_split_costs_less_than_the_bound(nics, options):
         for bound, cost in zip(bounds, costs, strict=True):
             assert 0.5 * cost < bound <= cost * (1 + 1e-9)
         assert bounds[1] == pytest.approx(costs[1])
-        estimates = CostEstimate(load, home, cluster, SHAPE, window)(slots)
+        estimates = CostEstimate(load, home, cluster, SHAPE, window)(slots).total
         assert estimates == pytest.approx(costs, rel=0.2) and estimates[1] == pytest.approx(costs[1])
 
 

@@ -17,7 +17,7 @@ from balancing.experts.cost import ExpertShape, MoELayerCost, TransferWindow, wi
 
 __all__ = ["CostEstimate"]
 
-_ROUNDS, _POWER = 6, 1.5  # more rounds are nearer to the split; with a power of 2 two ranks would swap their tokens
+_ROUNDS = 6  # more are nearer to the split
 _CELLS = 1 << 15  # elements of [placement, node, expert] that are computed at once, so that they stay in the CPU cache
 
 
@@ -37,92 +37,99 @@ class CostEstimate:
         self._per_node = min(self._ranks, cluster.ranks_per_node)
         self._nodes = -(-self._ranks // self._per_node)
         self._node = np.arange(self._ranks) // self._per_node
-        self._homes = np.argsort(home, kind="stable").reshape(self._ranks, -1)  # [rank, home expert]
+        self._homes = np.argsort(home, kind="stable").reshape(self._ranks, -1).T  # [home expert, rank]
         # The last column stands for empty slots. Ranks are added to fill the last node.
-        missing = self._nodes * self._per_node - self._ranks
-        self._load = np.pad(load.astype(np.float64), ((0, missing), (0, 1)))
-        self._by_node = self._load.reshape(self._nodes, self._per_node, -1).transpose(0, 2, 1).copy()
-        self._wanted = self._by_node.sum(2)  # [node, expert]
-        self._total = self._load.sum(0)
-        self._at_home = np.arange(self._nodes)[:, None] == np.pad(home // self._per_node, (0, 1), constant_values=-1)
+        self._load = np.zeros((self._nodes * self._per_node, self._experts + 1))
+        self._load[: self._ranks, :-1] = load
+        by_node = self._load.reshape(self._nodes, self._per_node, -1)
+        self._wanted = by_node.sum(1)  # [node, expert]
+        # Tokens of each rank over those of its node, [node, expert, rank in node].
+        self._part = (by_node / np.maximum(self._wanted, 1e-300)[:, None]).transpose(0, 2, 1).copy()
+        self._at_home = np.arange(self._nodes)[:, None] == np.append(home // self._per_node, -1)
+        self._away = ~self._at_home
+        self._away[:, -1] = False
 
-    def __call__(self, slots: np.ndarray, copied: np.ndarray | None = None) -> np.ndarray:
-        """Seconds of the layer, float [placement].
-
-        slots: int [placement, rank, slot], -1 in empty slots.
-        copied: float [placement], `copy_seconds` of each placement; None estimates them, too.
-        """
+    def __call__(self, slots: np.ndarray) -> MoELayerCost:
+        """Costs of the layer, with arrays [placement]. slots: int [placement, rank, slot], -1 in empty slots."""
         at_once = max(1, _CELLS // (self._nodes * (self._experts + 1)))
-        parts = [slice(at, at + at_once) for at in range(0, len(slots), at_once)]
-        return np.concatenate(
-            [self._costs(slots[part], copied if copied is None else copied[part]).total for part in parts]
-        )
-
-    def _costs(self, slots: np.ndarray, copied: np.ndarray | None) -> MoELayerCost:
-        plans, columns = len(slots), self._experts + 1
-        homes = np.broadcast_to(self._homes, (plans, *self._homes.shape))
-        held = np.concatenate([homes, np.where(slots < 0, self._experts, slots)], axis=2)  # [placement, rank, instance]
-        plan = np.arange(plans)[:, None, None]
-        in_node = (plan * self._nodes + self._node[:, None]) * columns + held
-        size = plans * self._nodes * columns
-        number = np.bincount(in_node.reshape(-1), minlength=size).reshape(plans, self._nodes, columns)
-        served = self._served(plan * columns + held, number.sum(1))
-        forward = served.sum(2).max(1) * self._shape.forward_seconds(self._cluster)
-        exchange = self._exchange(held, in_node, served) * (self._shape.hidden * self._shape.bytes_per_parameter)
-        copied = self._copied(held, number) if copied is None else copied
+        parts = [self._seconds(slots[at : at + at_once]) for at in range(0, len(slots), at_once)]
+        exchange, forward, copied = np.concatenate(parts, axis=1)
         return with_transfers(exchange, forward, copied, self._shape, self._window)
 
+    def _seconds(self, slots: np.ndarray) -> np.ndarray:
+        """Seconds of one all-to-all, of forward compute, and of copies (`copy_seconds`): float [3, placement]."""
+        plans, columns = len(slots), self._experts + 1
+        homes = np.broadcast_to(self._homes, (plans, *self._homes.shape))
+        replicas = np.where(slots < 0, self._experts, slots).swapaxes(1, 2)
+        held = np.concatenate([homes, replicas], axis=1)  # [placement, instance, rank]
+        plan = np.arange(plans)[:, None, None]
+        in_node = held + (plan * self._nodes + self._node) * columns
+        counted = np.bincount(in_node.reshape(-1), minlength=plans * self._nodes * columns)
+        number = counted.reshape(plans, self._nodes, columns)
+        served = self._served(held + plan * columns, number.sum(1))
+        forward = served.sum(1).max(1) * self._shape.forward_seconds(self._cluster)
+        exchange = self._exchange(held, in_node, served) * (self._shape.hidden * self._shape.bytes_per_parameter)
+        return np.stack([exchange, forward, self._copied(replicas, in_node, number)])
+
     def _served(self, cell: np.ndarray, number: np.ndarray) -> np.ndarray:
-        """Tokens of each instance: float [placement, rank, instance].
+        """Tokens of each instance: float [placement, instance, rank].
 
         cell: flat index of each instance's placement and expert in [placement, expert].
         number: [placement, expert], number of instances.
         """
-        total = np.broadcast_to(self._total, number.shape).reshape(-1)
+        total = np.broadcast_to(self._load.sum(0), number.shape).reshape(-1)
         flat = cell.reshape(-1)
-        served = (total / np.maximum(number.reshape(-1), 1))[cell]
+        served = (total / np.maximum(number.reshape(-1), 1)).take(cell)
         for _ in range(_ROUNDS):
-            served *= (np.maximum(served.sum(2), 1.0) ** -_POWER)[:, :, None]
+            height = np.maximum(served.sum(1), 1.0)
+            served /= (height * np.sqrt(height))[:, None]  # with a power of 2 two ranks would swap their tokens
             weight = np.bincount(flat, served.reshape(-1), minlength=len(total))
-            served *= (total / np.maximum(weight, 1e-300))[cell]
+            served *= (total / np.maximum(weight, 1e-300)).take(cell)
         return served
 
     def _exchange(self, held: np.ndarray, in_node: np.ndarray, served: np.ndarray) -> np.ndarray:
         """Tokens over the speed of the busiest link in one all-to-all: float [placement]. Tokens stay in their node as
         far as its instances serve them."""
-        plans, columns = len(held), self._experts + 1
-        shape = plans, self._nodes, columns
-        of_node = np.bincount(in_node.reshape(-1), served.reshape(-1), minlength=int(np.prod(shape))).reshape(shape)
-        kept = np.minimum(of_node, self._wanted)
-        leaving = 1 - kept / np.maximum(self._wanted, 1e-300)  # fraction of the node's tokens of each expert
-        arriving = (1 - kept / np.maximum(of_node, 1e-300)).reshape(-1)[in_node]
-        sent_far = (leaving.swapaxes(0, 1) @ self._by_node).swapaxes(0, 1).reshape(plans, -1)[:, : self._ranks]
-        far = np.stack([sent_far, (served * arriving).sum(2)])
-        own = np.minimum(served * (1 - arriving), self._load[np.arange(self._ranks)[:, None], held]).sum(2)
-        tokens = np.stack([np.broadcast_to(self._load.sum(1)[: self._ranks], own.shape), served.sum(2)])
+        shape = len(held), *self._wanted.shape
+        of_node = np.bincount(in_node.reshape(-1), served.reshape(-1), minlength=int(np.prod(shape)))
+        kept = np.minimum(of_node.reshape(shape), self._wanted)
+        sent = self._load.sum(1)
+        sent_far = sent - (kept.swapaxes(0, 1) @ self._part).swapaxes(0, 1).reshape(len(held), -1)
+        staying = served * (kept.take(in_node) / np.maximum(of_node.take(in_node), 1e-300))
+        received = served.sum(1)
+        far = np.stack([sent_far[:, : self._ranks], received - staying.sum(1)])
+        own = np.minimum(staying, self._load[np.arange(self._ranks), held]).sum(1)
+        tokens = np.stack([np.broadcast_to(sent[: self._ranks], own.shape), received])
         return link_seconds(np.maximum(tokens - far - own, 0.0), far, self._cluster).max(0)
 
-    def _copied(self, held: np.ndarray, number: np.ndarray) -> np.ndarray:
-        """Estimate of `copy_seconds`, float [placement]. number: int [placement, node, expert], instances.
+    def _copied(self, replicas: np.ndarray, in_node: np.ndarray, number: np.ndarray) -> np.ndarray:
+        """Estimate of `copy_seconds`, float [placement].
+
+        replicas: int [placement, slot, rank].
+        in_node: flat index [placement, instance, rank] in [placement, node, expert].
+        number: int [placement, node, expert], instances.
 
         Chains (`ReplicaPlacement.chains`) enter a node on its only replica, or on a replica with a free NIC. They leave
         it for the next node on its only replica (in the home's node, the only one beside the home), or on a replica
         with a free NIC.
         """
-        plan, node = np.arange(len(held))[:, None, None], self._node[:, None]
-        entered = (number > 0) & ~self._at_home
-        entered[:, :, -1] = False
+        entered = (number > 0) & self._away
         left = np.zeros_like(entered)  # nodes that the chain leaves for a later node
-        left[:, :-1] = np.logical_or.accumulate(entered[:, :0:-1], axis=1)[:, ::-1]
-        left &= entered
-        left |= entered.any(1)[:, None] & self._at_home
-        here, enters, leaves = (table[plan, node, held] for table in (number, entered, left))
-        replica = np.arange(held.shape[2]) >= self._homes.shape[1]
-        last = leaves & ((here == 1) | (replica & ~enters & (here == 2)))
+        later = entered[:, -1].copy()
+        for node in range(self._nodes - 2, -1, -1):
+            left[:, node] = later & entered[:, node]
+            later |= entered[:, node]
+        left |= later[:, None] & self._at_home
+        homes = len(self._homes)
+        here, enters = number.take(in_node), entered.take(in_node[:, homes:])
+        last = here == 1
+        last[:, homes:] |= ~enters & (here[:, homes:] == 2)
+        last &= left.take(in_node)
         # Within a node, the home sends and replicas receive.
-        near = [(replica & (held < self._experts) & ~enters).sum(2), (~replica & (here > 1)).sum(2)]
-        far = [(enters & (here == 1)).sum(2), last.sum(2)]
+        near = [((replicas < self._experts) & ~enters).sum(1), (here[:, :homes] > 1).sum(1)]
+        far = [(enters & (here[:, homes:] == 1)).sum(1), last.sum(1)]
         seconds = link_seconds(np.stack(near), np.stack(far), self._cluster).max(0)
-        nics, most = self._cluster.nics_per_node, np.maximum(entered.sum(2).max(1), left.sum(2).max(1))
+        most = np.maximum(np.count_nonzero(entered, 2), np.count_nonzero(left, 2)).max(1)
+        nics = self._cluster.nics_per_node
         together = np.ceil(most / min(nics, self._per_node)) / max(1, -(-nics // self._per_node))
         return np.maximum(seconds, together / self._cluster.nic_bandwidth)

@@ -38,7 +38,7 @@ def near_slots(
     wanted[home // ranks_per_node, np.arange(experts)] = 0
     order = np.argsort(-wanted, axis=None, kind="stable")[: np.count_nonzero(wanted)]
     node, expert = np.divmod(order, experts)
-    leaving = list(zip(node.tolist(), expert.tolist(), wanted[node, expert].tolist(), strict=True))
+    leaving = node.tolist(), expert.tolist(), wanted[node, expert].tolist()
     return [found for slots in starts for found in _near(load, home, slots, ranks_per_node, numbers, leaving)]
 
 
@@ -48,11 +48,11 @@ def _near(
     start: np.ndarray,
     ranks_per_node: int,
     numbers: Sequence[int],
-    leaving: list[tuple[int, int, float]],
+    leaving: tuple[list[int], list[int], list[float]],
 ) -> list[np.ndarray]:
     """`near_slots` for one start.
 
-    leaving: (node, expert, tokens) for the tokens that leave each node without replicas, most tokens first.
+    leaving: nodes, experts and tokens that leave the node without replicas, most tokens first.
     """
     ranks, experts = len(start), load.shape[1]
     rank, slot = np.nonzero(start >= 0)
@@ -66,7 +66,7 @@ def _near(
     able = [[rank for rank in range(at, at + ranks_per_node) if free[rank]] for at in range(0, ranks, ranks_per_node)]
     found: list[np.ndarray] = []
     homes, added, most = home.tolist(), 0, min(numbers[-1], sum(map(len, free)))
-    for node, expert, tokens in leaving:
+    for node, expert, tokens in zip(*leaving, strict=True):
         if added == most:
             break
         if not able[node] or (node, expert) in served:

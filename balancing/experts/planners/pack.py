@@ -37,9 +37,9 @@ def pack_replicas(
 
     This is plain Python, since every step depends on the one before.
     """
-    load = np.bincount(home, weights=totals, minlength=ranks).tolist()
+    load, tokens = np.bincount(home, weights=totals, minlength=ranks).tolist(), totals.tolist()
     serves: list[dict[int, float]] = [{} for _ in range(ranks)]
-    for expert, (rank, total) in enumerate(zip(home.tolist(), totals.tolist(), strict=True)):
+    for expert, (rank, total) in enumerate(zip(home.tolist(), tokens, strict=True)):
         serves[rank][expert] = total
     holders = [[rank] for rank in home.tolist()]
     free, mean = [slots] * ranks, sum(load) / ranks
@@ -61,7 +61,7 @@ def pack_replicas(
         holders[expert].append(rank)
         serves[rank][expert] = 0.0
         others = [load[at] - serves[at][expert] for at in holders[expert]]
-        level = _water_level(float(totals[expert]), others)
+        level = _water_level(tokens[expert], others)
         for at, other in zip(holders[expert], others, strict=True):
             serves[at][expert] = poured = level - other if level > other else 0.0
             load[at] = after = other + poured

@@ -24,7 +24,7 @@ from functools import cached_property
 import numpy as np
 
 from balancing.cluster import Cluster
-from balancing.experts.cost import ExpertShape, TransferWindow, copy_seconds, layer_cost
+from balancing.experts.cost import ExpertShape, TransferWindow, copy_seconds, layer_cost, with_transfers
 from balancing.experts.placement import ReplicaPlacement
 from balancing.experts.planners.estimate import CostEstimate
 from balancing.experts.planners.near import near_slots
@@ -74,8 +74,8 @@ class QuotaPlanner:
         costs = _Costs(self, counts, self.shape)
         best = costs.cheapest([self._none, spread, *self._packed(total), *self._near(counts, total, picks)])
         if self.thorough and self.ranks > self.per_node:
-            best = costs.cheapest([best, *self._exchanged(best, total)])
-        return self.placement(self._with_free_copies(best, total, costs))
+            best = costs.cheapest([best.slot_expert, *self._exchanged(best.slot_expert, total)])
+        return self._with_free_copies(best, total, costs)
 
     def _balanced(self, counts: np.ndarray, total: np.ndarray, spread: np.ndarray) -> ReplicaPlacement:
         """`spread` if it balances the load. Otherwise the better balanced of `spread` and packed replicas."""
@@ -123,17 +123,17 @@ class QuotaPlanner:
         found[np.arange(len(found)), rank[number], slot] = expert[number]
         return found
 
-    def _with_free_copies(self, slots: np.ndarray, total: np.ndarray, costs: "_Costs") -> np.ndarray:
-        """`slots` with empty slots filled, if the added replicas cost less than `_PRECISION` of the layer's time.
+    def _with_free_copies(self, plan: ReplicaPlacement, total: np.ndarray, costs: "_Costs") -> ReplicaPlacement:
+        """`plan` with empty slots filled, if the added replicas cost less than `_PRECISION` of the layer's time.
 
         Added replicas are copied within their node. They help if the load differs from its prediction. Nothing is added
-        if transfers are exposed or `slots` has no replicas.
+        if transfers are exposed or `plan` has no replicas.
         """
-        if self.window.hidden_under is None or (slots < 0).all() or (slots >= 0).all():
-            return slots
-        filled = fill_slots(slots, total, self.home, self.per_node)
-        before, after = costs.of([slots, filled])
-        return filled if after <= (1 + _PRECISION) * before else slots
+        if self.window.hidden_under is None or plan.replicas in (0, plan.slot_expert.size):
+            return plan
+        filled = self.placement(fill_slots(plan.slot_expert, total, self.home, self.per_node))
+        before, after = costs.of([plan, filled])
+        return filled if after <= (1 + _PRECISION) * before else plan
 
     def _spread(self, total: np.ndarray, picks: np.ndarray) -> np.ndarray:
         sizes = self.ranks, self.slots
@@ -176,7 +176,7 @@ class QuotaPlanner:
 
 
 class _Costs:
-    """Costs of placements, int [rank, slot] each, under the load of one layer.
+    """Costs of placements under the load of one layer.
 
     planner: its cluster and window are used.
     counts: int [source_rank, expert], tokens.
@@ -187,21 +187,29 @@ class _Costs:
         self._planner, self._counts, self._machine = planner, counts, (planner.cluster, shape, planner.window)
         self._estimate = CostEstimate(counts, planner.home, *self._machine)
 
-    def of(self, slots: Sequence[np.ndarray]) -> np.ndarray:
+    def of(self, plans: Sequence[ReplicaPlacement], known: tuple[np.ndarray, np.ndarray] | None = None) -> np.ndarray:
         """Seconds of each placement, float [placement]: exact if the planner is `thorough`, otherwise estimated with
-        exact transfer times."""
-        plans = [self._planner.placement(each) for each in slots]
+        exact transfer times.
+
+        known: estimated seconds of one all-to-all and of forward compute, if known: float [placement] each.
+        """
+        cluster, shape, window = self._machine
         if self._planner.thorough:
             return np.array([layer_cost(traffic(self._counts, plan), plan, *self._machine).total for plan in plans])
-        copied = [copy_seconds(plan, self._planner.cluster) for plan in plans]
-        return self._estimate(np.stack(slots), np.array(copied))
+        if known is None:
+            estimate = self._estimate(np.stack([plan.slot_expert for plan in plans]))
+            known = np.asarray(estimate.all_to_all), np.asarray(estimate.forward)
+        copied = np.array([copy_seconds(plan, cluster) for plan in plans])
+        return np.asarray(with_transfers(*known, copied, shape, window).total)
 
-    def cheapest(self, candidates: Sequence[np.ndarray]) -> np.ndarray:
-        """The candidate of least cost; among equals the first."""
+    def cheapest(self, candidates: Sequence[np.ndarray]) -> ReplicaPlacement:
+        """The candidate of least cost; among equals the first. candidates: int [rank, slot] each."""
         most = _LIKELY if self._planner.thorough else _LIKELY // 3
-        order = np.argsort(self._estimate(np.stack(candidates)), kind="stable")
-        likely = [candidates[at] for at in sorted({0, *order[:most].tolist()})]
-        return likely[self.of(likely).argmin()]
+        estimate = self._estimate(np.stack(candidates))
+        likely = sorted({0, *np.argsort(estimate.total, kind="stable")[:most].tolist()})
+        exchange, forward = np.array([estimate.all_to_all, estimate.forward])[:, likely]
+        plans = [self._planner.placement(candidates[at]) for at in likely]
+        return plans[self.of(plans, (exchange, forward)).argmin()]
 
 
 def _fullest(counts: np.ndarray, plan: ReplicaPlacement) -> int:

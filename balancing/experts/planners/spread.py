@@ -40,28 +40,30 @@ def spread_counts(totals: np.ndarray, home: np.ndarray, ranks: int, slots: int) 
     layers, experts = totals.shape
     totals = (1 - _EVEN_PART) * totals + _EVEN_PART * totals.mean(1, keepdims=True)
     wanted, per_rank = ranks * slots, experts // ranks
-    order = np.argsort(home, kind="stable").reshape(ranks, per_rank)  # [rank, home expert]
-    total = totals[:, order]
-    count, carried, left = np.ones(total.shape), total.copy(), total.sum(2)
-    layer, rank = np.arange(layers)[:, None], np.arange(ranks)[None, :]
-    picks: list[np.ndarray] = []
-    urgencies: list[np.ndarray] = []
-    for _ in range(wanted):
-        urgency = np.where(count < ranks, carried * left[:, :, None], -1.0)
-        at = urgency.argmax(2)
-        highest = urgency[layer, rank, at]
+    order = np.argsort(home, kind="stable")  # experts, by home rank
+    total = totals[:, order].reshape(-1, per_rank)  # [layer x rank, home expert]
+    count, carried, left = np.ones(total.shape), total.copy(), total.sum(1)
+    first = np.arange(len(total)) * per_rank
+    picks = np.empty((wanted, len(total)), dtype=np.int64)  # of each layer and rank, most urgent first
+    urgencies = np.empty((wanted, layers, ranks))
+    number = 0
+    while number < wanted:
+        urgency = np.where(count < ranks, carried * left[:, None], -1.0)
+        at = first + urgency.argmax(1)
+        highest = urgency.take(at).reshape(layers, ranks)
         # Done when, in every layer, at least `wanted` choices are more urgent than all remaining ones.
-        if len(urgencies) >= slots and ((np.stack(urgencies) > highest.max(1)[:, None]).sum((0, 2)) >= wanted).all():
+        more_urgent = urgencies[:number] > highest.max(1)[:, None]
+        if number >= slots and (np.count_nonzero(more_urgent, axis=(0, 2)) >= wanted).all():
             break
-        picks.append(np.where(highest > 0, order[rank, at], -1))
-        urgencies.append(highest)
-        count[layer, rank, at] += 1
-        share = total[layer, rank, at] / count[layer, rank, at]
-        left += share - carried[layer, rank, at]
-        carried[layer, rank, at] = share
-    if not picks:
-        return np.full((layers, 0), -1)
-    found, urgency = (np.stack(columns, axis=1).reshape(layers, -1) for columns in (picks, urgencies))
+        picks[number], urgencies[number] = at, highest
+        number += 1
+        count.reshape(-1)[at] += 1
+        share = total.take(at) / count.take(at)
+        left += share - carried.take(at)
+        carried.reshape(-1)[at] = share
+    found = order[picks[:number].reshape(-1, layers, ranks) % experts]
+    urgency = urgencies[:number].swapaxes(0, 1).reshape(layers, -1)
+    found = np.where(urgency > 0, found.swapaxes(0, 1).reshape(layers, -1), -1)
     return np.take_along_axis(found, np.argsort(-urgency, axis=1, kind="stable")[:, :wanted], 1)
 
 
@@ -90,8 +92,9 @@ def spread_slots(
     load = np.bincount(home, weights=share, minlength=ranks).tolist() if slots else [math.inf] * ranks
     mean, holders = float(totals.sum()) / ranks, [[rank] for rank in home.tolist()]
     placed: list[list[int]] = [[] for _ in range(ranks)]
-    for expert in picked[np.argsort(-share[picked], kind="stable")].tolist():
-        tokens, first = float(share[expert]), holders[expert][0] // ranks_per_node * ranks_per_node
+    order = picked[np.argsort(-share[picked], kind="stable")]
+    for expert, tokens in zip(order.tolist(), share[order].tolist(), strict=True):
+        first = holders[expert][0] // ranks_per_node * ranks_per_node
         open_to = load.copy()
         for rank in holders[expert]:
             open_to[rank] = math.inf
