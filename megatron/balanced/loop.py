@@ -298,13 +298,17 @@ class _Optimized(NamedTuple):
 
 
 class Balancers:
-    """The balancers of one model. A process with several models, such as an actor and a critic, makes one for each."""
+    """The balancers of one model. A process with several models, such as an actor and a critic, makes one for each.
 
-    def __init__(self, *balancers: StepCallback) -> None:
+    before: called with the keyword arguments of each balanced schedule before it begins, and may replace them; None
+        for nothing. A loop whose micro-batches hold replayed routing calls `will_route` here.
+    """
+
+    def __init__(self, *balancers: StepCallback, before: Callable[[dict[str, Any]], None] | None = None) -> None:
         kinds = [type(balancer) for balancer in balancers]
         if len({*kinds}) < len(kinds):
             raise ValueError(f"{kinds[0].__name__} is given twice; a model has one balancer of a kind")
-        self._balancers = balancers
+        self._balancers, self._before = balancers, before
         self._chunks = {id(chunk) for balancer in balancers for chunk in getattr(balancer, "chunks", ())}
         for balancer in balancers:
             if isinstance(balancer, LayerBalancer):
@@ -319,6 +323,8 @@ class Balancers:
         def run(*args: Any, **kwargs: Any) -> Any:
             if kwargs.get("forward_only") or id(_first(kwargs["model"])) not in self._chunks:
                 return forward_backward_func(*args, **kwargs)
+            if self._before is not None:
+                self._before(kwargs)
             with schedule_of(kwargs["num_microbatches"]):
                 config = get_model_config(_first(kwargs["model"]))
                 for balancer in self._balancers:
@@ -349,6 +355,12 @@ class Balancers:
         for name in _SCHEDULES:
             self._installed.append((name, getattr(schedules, name)))
             setattr(schedules, name, self.schedule(getattr(schedules, name)))
+
+    def will_route(self, loads: Sequence[Any]) -> None:
+        """Announce the routing of the next training schedule, as `ExpertBalancer.will_route` does."""
+        for balancer in self._balancers:
+            if isinstance(balancer, ExpertBalancer):
+                balancer.will_route(loads)
 
     def release(self) -> None:
         """Free the memory of replica slots until `restore`, for example for a rollout. All ranks call it together."""

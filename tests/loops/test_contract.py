@@ -174,3 +174,29 @@ def test_what_other_loops_do_changes_no_number(pool, steps):
     for *_, refused in balanced:
         assert "shape [1, 8]" in refused[0] and "[2, 8]" in refused[0]
         assert "call restore()" in refused[1] and not any("\n" in line for line in refused)
+
+
+def _partly_known() -> list[tuple[int, int, int]]:
+    """Two steps; before the second, only the load of layer 0 is announced. Returns step, layer and age of each plan."""
+    import torch
+    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+
+    from balancing.experts.config import ExpertConfig
+    from megatron.balanced.loop import Balancers, ExpertBalancer
+    from megatron.balanced.shared.job import Job
+    from tests.support.small_moe import SAMPLES, SEQUENCE, build, call, forward_steps
+
+    model, events = build(torch.float32, overlap=False), []
+    job = Job(SEQUENCE, SAMPLES, 5)
+    experts = ExpertBalancer([model], ExpertConfig(enabled=True), job=job, report=events.append)
+    balancers = Balancers(experts)
+    run, forward_step = balancers.schedule(get_forward_backward_func()), forward_steps()
+    call(run, model, forward_step, 1)
+    experts._planner.wait()
+    balancers.will_route([torch.tensor([[400, 112, *[0] * 6], [0] * EXPERTS])])
+    call(run, model, forward_step, 1)
+    return [(event["iteration"], event["layer"], event["plan_age"]) for event in (event() for event in events)]
+
+
+def test_a_layer_whose_routing_is_not_known_keeps_its_prediction(pool):
+    assert pool.run(RANKS, _partly_known)[0] == [(1, 0, 0), (1, 1, 0), (2, 0, 0), (2, 1, 1)]

@@ -1,5 +1,10 @@
-"""Balancers in verl 0.9.1: its own engine trains, on batches of ragged sequences, and no number changes."""
+"""Balancers in verl 0.9.1: its own engine trains, on batches of ragged sequences, and no number changes.
 
+Modes: rows of the model are "padded" or "packed" sequences; the model is "offloaded" between updates; the routing of
+packed sequences is replayed as an earlier pass recorded it ("R2"), or as a rollout did ("R3").
+"""
+
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -7,7 +12,8 @@ import pytest
 
 from tests.support.packages_apart import why_missing
 
-STEPS, RANKS, SEQUENCES, VOCABULARY = 6, 4, 8, 128
+STEPS, RANKS, SEQUENCES, VOCABULARY, EXPERTS = 6, 4, 8, 128, 4
+REPLAYED, PACKED = ("R2", "R3"), ("packed", "R2", "R3")
 pytestmark = pytest.mark.skipif(why_missing("verl", "verl") is not None, reason=str(why_missing("verl", "verl")))
 
 
@@ -21,6 +27,7 @@ def _engine(mode: str, events: list) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from verl.workers.config import McoreEngineConfig, McoreOptimizerConfig
+    from verl.workers.config.engine import EngineRouterReplayConfig
     from verl.workers.engine.base import EngineRegistry
 
     from balancing.cluster import Cluster
@@ -38,7 +45,7 @@ def _engine(mode: str, events: list) -> Any:
     def local_layers(provider: Any, vp_stage: int | None = None) -> Any:
         spec = get_gpt_decoder_block_spec(provider, use_transformer_engine=False, vp_stage=vp_stage)
         for layer in spec.layer_specs:
-            layer.submodules.self_attention.submodules.core_attention = Packed if mode == "packed" else Causal
+            layer.submodules.self_attention.submodules.core_attention = Packed if mode in PACKED else Causal
         return spec
 
     class Tiny(EngineRegistry.get_engine_cls("language_model", "megatron")):
@@ -59,7 +66,7 @@ def _engine(mode: str, events: list) -> Any:
             self.bridge = SimpleNamespace(load_hf_weights=lambda *args, **kwargs: None)
             self.provider = GPTModelProvider(
                 num_layers=2, hidden_size=32, ffn_hidden_size=64, num_attention_heads=2, seq_length=64,
-                vocab_size=VOCABULARY, num_moe_experts=4, moe_ffn_hidden_size=32, moe_router_topk=2,
+                vocab_size=VOCABULARY, num_moe_experts=EXPERTS, moe_ffn_hidden_size=32, moe_router_topk=2,
                 moe_token_dispatcher_type="alltoall", moe_router_load_balancing_type="none", moe_grouped_gemm=False,
                 expert_model_parallel_size=2, normalization="RMSNorm", activation_func=F.silu, gated_linear_unit=True,
                 position_embedding_type="rope", add_bias_linear=False, attention_dropout=0.0, hidden_dropout=0.0,
@@ -67,7 +74,7 @@ def _engine(mode: str, events: list) -> Any:
                 persist_layer_norm=False, bias_dropout_fusion=False, bias_activation_fusion=False,
                 gradient_accumulation_fusion=False, cross_entropy_loss_fusion=False, make_vocab_size_divisible_by=1,
                 transformer_impl="local", transformer_layer_spec=local_layers, params_dtype=full, pipeline_dtype=full,
-                variable_seq_lengths=True,
+                variable_seq_lengths=True, moe_enable_routing_replay=mode in REPLAYED,
             )  # fmt: skip
             self.provider.finalize()
             self.provider.fp16 = self.provider.bf16 = None  # with False, Bridge takes float32
@@ -80,14 +87,33 @@ def _engine(mode: str, events: list) -> Any:
         get_processor=lambda: None,
     )  # fmt: skip
     settings = McoreEngineConfig(
-        expert_model_parallel_size=2, use_remove_padding=mode == "packed", use_distributed_optimizer=True,
+        expert_model_parallel_size=2, use_remove_padding=mode in PACKED, use_distributed_optimizer=True,
         sequence_parallel=False, param_offload=mode == "offloaded", optimizer_offload=False, use_fused_kernels=False,
         override_ddp_config={"overlap_grad_reduce": True, "grad_reduce_in_fp32": False},
+        router_replay=EngineRouterReplayConfig(mode=mode if mode in REPLAYED else "disabled"),
     )  # fmt: skip
     optimizer = McoreOptimizerConfig(
         lr=1e-2, clip_grad=0.0, total_training_steps=10, lr_decay_steps=10, lr_warmup_steps=0, lr_decay_style="constant"
     )
     return Tiny(model, settings, optimizer, None)
+
+
+def _announce(engine: Any, announced: list, loads: list) -> None:
+    announced.extend(loads)
+    type(engine.balancers).will_route(engine.balancers, loads)
+
+
+def _check_announced(engine: Any, announced: list, mode: str) -> None:
+    """What was announced is what the layers of this rank have then routed, but for tokens that R3 routes natively."""
+    from megatron.core import parallel_state
+
+    layers = [module for chunk in engine.module for module in chunk.modules() if hasattr(module, "loads")]
+    assert len(layers) == 2 and bool(announced) == (mode in REPLAYED)
+    for number, layer in enumerate(layers if announced else ()):
+        assert len(announced) == len(layer.loads)
+        for known, routed in zip(announced, layer.loads, strict=True):
+            native = routed[parallel_state.get_expert_model_parallel_rank()] - known[number].numpy()
+            assert (native >= 0).all() and native.sum() <= (0 if mode == "R2" else 2 * SEQUENCES)
 
 
 def _train(vendor: str, mode: str) -> tuple[list[float], list[int], str, list[dict]]:
@@ -120,7 +146,11 @@ def _train(vendor: str, mode: str) -> tuple[list[float], list[int], str, list[di
     def ragged(rows: list) -> Any:
         return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 
-    draw, scale = torch.Generator().manual_seed(100 + dist.get_rank()), 12 if mode == "packed" else 1
+    def routes(rows: int) -> Any:
+        """Experts of each token, [token, layer, k], as a rollout recorded them. The first is the hottest."""
+        return (torch.rand(rows, 2, EXPERTS, generator=draw) * torch.arange(EXPERTS, 0, -1)).topk(2).indices
+
+    draw, scale = torch.Generator().manual_seed(100 + dist.get_rank()), 12 if mode in PACKED else 1
     for step in range(STEPS):
         lengths = (scale * torch.randint(4, 60, (SEQUENCES,), generator=draw)).tolist()
         data = TensorDict(
@@ -136,14 +166,28 @@ def _train(vendor: str, mode: str) -> tuple[list[float], list[int], str, list[di
             data, use_dynamic_bsz=True, max_token_len_per_gpu=scale * (64 + 64 * (step % 3)), calculate_entropy=False,
             pad_mode=DatasetPadMode.NO_PADDING,
         )  # fmt: skip
+        if mode == "R3":  # there is no route of the last token, or there is
+            data["routed_experts"] = ragged([routes(size - row % 2) for row, size in enumerate(lengths)])
+            data["response_mask"] = torch.ones(SEQUENCES, 4, dtype=torch.long)
+        if mode in REPLAYED:
+            tensordict_utils.assign_non_tensor(data, enable_routing_replay=True)
+        if mode == "R2":
+            with engine.eval_mode():
+                recorded = engine.infer_batch(data)
+            data["routed_experts"] = recorded["model_output"]["routed_experts"]
+        announced: list = []
+        if vendor:
+            engine.balancers.will_route = partial(_announce, engine, announced)
         with engine.train_mode():
             output = engine.train_batch(data, loss_function)
+        if vendor:
+            _check_announced(engine, announced, mode)
         told += [sum(output["loss"]), float(output["metrics"]["grad_norm"])]
         numbers.append(len(output["loss"]))
     return told, numbers, type(engine).__mro__[1].__name__, [event() for event in events]
 
 
-@pytest.mark.parametrize("mode", ["padded", "offloaded", "packed"])
+@pytest.mark.parametrize("mode", ["padded", "offloaded", *PACKED])
 def test_train_batch_balances_and_changes_no_number(bridge, mode):
     balanced, plain = (bridge.run(RANKS, _train, vendor, mode) for vendor in ("balanced", ""))
     for (losses, numbers, engine, _), (expected, same, unbalanced, told) in zip(balanced, plain, strict=True):
@@ -151,6 +195,10 @@ def test_train_batch_balances_and_changes_no_number(bridge, mode):
         assert numbers == same and len({*numbers}) > 1, "the numbers of micro-batches should differ from step to step"
         assert engine == "BalancedMegatronEngineWithLMHead" and unbalanced == "MegatronEngineWithLMHead" and not told
     events = [event for *_, told in balanced for event in told]
+    if mode in REPLAYED:
+        of_experts = [event for event in events if event["balancer"] == "experts"]
+        assert {event["plan_age"] for event in of_experts} == {0}, "placed by a prediction"
+        assert any(event["replicas"] for event in of_experts if event["iteration"] == 1)
     for balancer in ("experts", "sequences") if mode == "packed" else ("experts",):
         of_steps = [event for event in events if event["balancer"] == balancer]
         assert {event["iteration"] for event in of_steps} == set(range(1, STEPS + 1))

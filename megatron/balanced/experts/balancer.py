@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import mpu
@@ -219,6 +220,7 @@ class ExpertBalancer(StepCallback):
         loads: [micro-batch] -> int [layer, expert], tokens that this rank sends to each expert, as counted by
             `replay.count_routed`. There is a row for each layer of the whole model, from 0, and behind these for each
             layer of multi-token prediction. Rows of layers on other ranks and of layers without experts are ignored.
+            A layer whose rows are 0 on all ranks keeps the placement that was predicted.
 
         Raises ValueError for other shapes.
         """
@@ -293,6 +295,8 @@ class ExpertBalancer(StepCallback):
         if not chunks:
             return
         for (layer, chunk), loads in zip(chunks.items(), gather_loads([*chunks], known), strict=True):
+            if not np.any(loads):  # not known after all
+                continue
             plan = self._plans[layer]
             plan.tables, plan.age = self._planner.place_known(layer, loads, self._overlap(chunk, layer)), 0
         check_same_plans([self._plans[layer] for layer in chunks], self._hosts)

@@ -54,13 +54,16 @@ class Choice:
                 raise ValueError(f"{VARIABLE} has a setting of {name} that does not exist: {error}") from error
         return cls(**made)
 
-    def around(self, chunks: Sequence[Any], job: Job) -> Balancers:
-        """Make and install the balancers of these model chunks. All ranks call it together."""
+    def around(
+        self, chunks: Sequence[Any], job: Job, before: Callable[[dict[str, Any]], None] | None = None
+    ) -> Balancers:
+        """Make and install the balancers of these model chunks. All ranks call it together. before: as for
+        `Balancers`."""
         made: list[StepCallback] = []
         if self.experts is not None:
             made.append(ExpertBalancer(chunks, self.experts, job=job, cluster=self.cluster, report=self.report))
         if self.sequences is not None:
             made.append(SequenceBalancer(chunks, self.sequences, job=job, cluster=self.cluster, report=self.report))
-        balancers = Balancers(*made)
+        balancers = Balancers(*made, before=before)
         balancers.install()
         return balancers
