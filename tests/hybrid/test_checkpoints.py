@@ -9,11 +9,13 @@ import pytest
 from balancing.layers.pattern import read_pattern
 from tests.support.moving import train_moving
 from tests.support.plain import plain_rank, train_plainly
+from tests.support.sampled import sampled
 from tests.support.training import EXACT, MODEL, MOE, RankRun, Run, assert_same, differences, train
 
 PP2 = "--pipeline-model-parallel-size 2"
 EXACTLY = f"{' '.join(EXACT)} --init-method-std 0.1 {' '.join(MOE)}"
 SINGLE = EXACTLY.replace("--fp64", "")
+SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 LATER = "--no-load-rng --ckpt-step 3"
 PATTERN = "*-*E*-*E"
 PLANS = {2: ((3,), (5,))}
@@ -37,9 +39,14 @@ def _assert_goes_on(run: Run, whole: Run, of_losses: float, of_parameters: float
     assert differences(replace(run, losses=whole.losses), whole)[1] <= of_parameters
 
 
-@pytest.mark.parametrize("pattern, sizes", [(PATTERN, ""), ("M-*EMM*E", MAMBA)])
-@pytest.mark.parametrize("sharded", ["", "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"])
-def test_goes_on_with_the_segments_of_the_move_or_others(pool, corpus, tmp_path, sharded, pattern, sizes):
+MODELS, STATES = [(PATTERN, ""), ("M-*EMM*E", MAMBA)], ["", SHARDED]
+
+
+@pytest.mark.parametrize(
+    "pattern, sizes, sharded",
+    sampled([(*model, state) for model in MODELS for state in STATES], (PATTERN, "", SHARDED), (*MODELS[1], "")),
+)
+def test_goes_on_with_the_segments_of_the_move_or_others(pool, corpus, tmp_path, pattern, sizes, sharded):
     base = [*MODEL, *corpus, *f"{SINGLE if sharded else EXACTLY} {sharded} {sizes}".split()]
     flags = f"{PP2} --hybrid-layer-pattern {pattern} --save {tmp_path} --save-interval 3"
     whole, _ = train_moving(pool, 4 if sharded else 2, flags, PLANS, base=base)
@@ -71,7 +78,7 @@ def _patterns(argv: list[str]) -> str:
     return parse_arguments(argv)[0].hybrid_layer_pattern
 
 
-@pytest.mark.parametrize("pattern, latent", OTHERS)
+@pytest.mark.parametrize("pattern, latent", sampled(OTHERS, OTHERS[2]))
 def test_goes_on_without_our_package_and_back(engine, corpus, tmp_path, pattern, latent):
     base = [*MODEL, *corpus, *f"{SINGLE} {latent} {ENGINE}".split()]
     half = len(pattern) // 2

@@ -9,6 +9,7 @@ import pytest
 from tests.sequences.test_packed_documents import PACKED, Packed
 from tests.support.events import events_in
 from tests.support.moving import train_moving
+from tests.support.sampled import sampled
 from tests.support.training import MOE, RankRun, Run, assert_close, join, train, train_rank
 from tests.together.test_structures import _place_at_random
 
@@ -134,7 +135,17 @@ def _placed_rank(argv: list[str], plans: Any) -> Any:
     return moving_rank(argv, plans)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    sampled(
+        CASES,
+        "PP 2, EP 2, both overlaps",
+        "Mamba, PP 2, EP 2, both overlaps",
+        "Mamba, TP 2, sequence parallel, PP 2",
+        "Mamba, CP 2, PP 2, recomputed",
+        "Mamba, PP 2, two chunks a stage, EP 2, recomputed",
+    ),
+)
 def test_layouts_and_balancers_equal_one_rank(models, case):
     name, ranks, segments, flags, plans = CASES[case]
     model = models(name)
@@ -178,7 +189,7 @@ def _events(folder: Path, balancer: str) -> list[dict[str, Any]]:
     return events_in(folder, balancer=balancer)
 
 
-@pytest.mark.parametrize("case", SAME)
+@pytest.mark.parametrize("case", sampled(SAME, "experts, replicated"))
 def test_a_gpt_model_trains_alike(pool, tmp_path, case):
     """To the same losses, with the same plans, from a checkpoint of the GPT model."""
     pattern, model, flags = SAME[case]

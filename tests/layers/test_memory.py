@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.support.moving import Plans, move_at
+from tests.support.sampled import sampled
 from tests.support.training import MOCK_DATA, MODEL, MOE, train_rank
 
 PLAN: Plans = {2: ((18,), (6,))}  # so many that one layer more is less than all weights once more
@@ -85,7 +86,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", sampled(CASES, "bf16, distributed optimizer, small buckets"))
 def test_no_more_than_before_or_after_and_one_layer(pool, case):
     ranks, flags, state = CASES[case]
     for before, after, peak, weights in pool.run(ranks, _peak, [*BASE, *flags.split(), "--bf16", "--balance-layers"]):

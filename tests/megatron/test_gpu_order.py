@@ -15,7 +15,6 @@ from tests.support.sampled import sampled
 # Runs that every test run makes; the others are left to --exhaustive.
 SAMPLE = (
     "experts, resident slots, many buckets, both overlaps",
-    "sequences, gather, pipelines",
     "early exit, moved and released",
 )
 NAMES = sampled(RUNS, *SAMPLE)

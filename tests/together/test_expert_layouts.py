@@ -51,7 +51,7 @@ def _train(pool: Any, ranks: int, flags: str, folder: Path, moves: Plans | None 
     return join(pool.run(ranks, _rank, [*BASE, *documents, *flags.split()], moves or {}))
 
 
-@pytest.mark.parametrize("name", sampled(LAYOUTS, "EP 4, PP 1, CP 1", "from TP 2, CP 1"))
+@pytest.mark.parametrize("name", sampled(LAYOUTS, "EP 4, PP 1, CP 1"))
 def test_goes_on_under_another_layout(pool, tmp_path, name):
     (ranks, flags), (later_ranks, later_flags) = LAYOUTS[name]
     moves = MOVES if "--balance-layers" in flags else None

@@ -6,6 +6,7 @@ It restarts from the last whole checkpoint. Losses and parameters are those of a
 import os
 import signal
 from functools import cache
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -90,11 +91,7 @@ def folder(tmp_path_factory) -> str:
     return str(tmp_path_factory.mktemp("undisturbed"))
 
 
-@pytest.mark.parametrize("phase", ["move", "save"])
-@pytest.mark.parametrize(
-    "part",
-    sampled(PARTS, 0.5),
-)
+@pytest.mark.parametrize("phase, part", sampled(product(("move", "save"), PARTS), ("save", 0.5)))
 def test_a_restart_equals_the_undisturbed_run(pool, folder, tmp_path, phase, part):
     whole, messages = _undisturbed(pool, phase, f"{folder}/{phase}")
     victim = 1 if phase == "move" else 2
