@@ -9,7 +9,7 @@ past loads and uses the one with the least recent error.
 import numpy as np
 from numpy.typing import ArrayLike
 
-__all__ = ["LoadHistory", "total_variation"]
+__all__ = ["LoadHistory", "drifted_loads", "total_variation"]
 
 _DECAYS = (0.0, 0.5, 0.8)  # of the exponential average of each predictor; 0 repeats the last load
 _SCORE_DECAY = 0.8  # of the exponential average of a predictor's errors, over about five loads
@@ -26,6 +26,20 @@ def total_variation(a: ArrayLike, b: ArrayLike) -> np.ndarray:
     p, q = p / np.where(total_p > 0, total_p, 1), q / np.where(total_q > 0, total_q, 1)
     apart = np.abs(p - q).sum(-1) / 2
     return np.where((total_p > 0)[..., 0] == (total_q > 0)[..., 0], apart, 1.0)
+
+
+def drifted_loads(load: np.ndarray, drift: float) -> list[np.ndarray]:
+    """Two loads that `load` may become when about `drift` of all tokens change experts (total variation): int64
+    [source_rank, expert]. Only `load` itself, rounded, if `drift` is 0.
+
+    The experts' tokens are multiplied by random factors, and by their inverses. The factors are the same in each call.
+
+    load: [source_rank, expert], tokens.
+    """
+    # Lognormal factors of a small deviation s move 0.4 s of the tokens.
+    exponent = 2.5 * drift * np.random.default_rng(0).standard_normal(load.shape[1])
+    moved = [load * np.exp(sign * exponent) for sign in ((1, -1) if drift else (0,))]
+    return [np.rint(each * (load.sum() / max(each.sum(), 1e-300))).astype(np.int64) for each in moved]
 
 
 class LoadHistory:
@@ -78,3 +92,7 @@ class LoadHistory:
         stacked = np.stack(self._averages)
         chosen = stacked[best] if best.ndim == 0 else stacked[best, np.arange(len(best))]
         return np.rint(chosen).astype(np.int64)
+
+    def error(self) -> np.ndarray:
+        """The recent total variation between predictions and loads: float [] or [layer], 0 without records."""
+        return np.min(self._errors, axis=0) if self._errors else np.array(0.0)

@@ -5,6 +5,7 @@ Planning is pure and deterministic: all ranks call it with the same load and get
 its planner's rule for dividing tokens over instances, so `split_tokens` works with all of them.
 """
 
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -12,6 +13,7 @@ from numpy.typing import ArrayLike
 
 from balancing.cluster import Cluster
 from balancing.experts.cost import ExpertShape, TransferWindow
+from balancing.experts.load_history import drifted_loads
 from balancing.experts.placement import ReplicaPlacement, contiguous_homes
 from balancing.experts.planners.prophet import prophet_slots
 from balancing.experts.planners.quota import QuotaPlanner
@@ -34,6 +36,7 @@ def plan_replicas(
     hidden_under: float | None = None,
     first: bool = False,
     micro_batches: int = 1,
+    drift: float = 0.0,
 ) -> ReplicaPlacement:
     """Plan the replicas of one layer.
 
@@ -48,32 +51,38 @@ def plan_replicas(
         the transfers then costs time. None if nothing overlaps them.
     first: whether this is the first MoE layer. No expert compute overlaps its transfers.
     micro_batches: number of micro-batches that one transfer serves.
+    drift: expected total variation between `load` and the load that the placement meets, 0 to 1. With a cost model,
+        "quota" then also counts what unused slots would save after such a drift.
 
     Raises ValueError for a load that is not two-dimensional, is negative or not finite; for a number of experts that is
-    no multiple of the ranks; for more ranks than the cluster has; for negative slots; and for an unknown method.
+    no multiple of the ranks; for more ranks than the cluster has; for negative slots; for a drift out of range; and for
+    an unknown method.
     """
     options = {"slots": slots, "shape": shape, "home": home, "method": method}
-    window = {"hidden_under": hidden_under, "first": first, "micro_batches": micro_batches}
+    window = {"hidden_under": hidden_under, "first": first, "micro_batches": micro_batches, "drift": drift}
     return plan_replicas_layers(np.asarray(load)[None], cluster, **options, **window)[0]  # type: ignore[arg-type]
 
 
 def plan_with_gain(
-    load: np.ndarray, cluster: Cluster, alone: ReplicaPlacement, min_gain: float, **options: Any
+    load: np.ndarray, cluster: Cluster, alone: ReplicaPlacement, min_gain: float, *, drift: float = 0.0, **options: Any
 ) -> ReplicaPlacement | None:
-    """`plan_replicas`, or None if its replicas lower the tokens of the busiest rank by less than `min_gain`.
+    """`plan_replicas`, or None if its replicas lower the tokens of the busiest rank by less than `min_gain`, now and
+    after the expected drift.
 
-    load, cluster, options: as in `plan_replicas`.
+    load, cluster, drift, options: as in `plan_replicas`.
     alone: the placement without replicas.
     min_gain: a fraction of the busiest rank's tokens without replicas.
     """
-    placement = plan_replicas(load, cluster, **options)
-    gain = 1 - _busiest(load, placement) / max(_busiest(load, alone), 1)
+    placement = plan_replicas(load, cluster, drift=drift, **options)
+    loads = drifted_loads(load, drift)
+    gain = 1 - _busiest(loads, placement) / max(_busiest(loads, alone), 1)
     return placement if gain >= min_gain else None
 
 
-def _busiest(load: np.ndarray, placement: ReplicaPlacement) -> int:
-    """Tokens of the busiest rank when `load` [source_rank, expert] is split over `placement`."""
-    return int(Splitter(placement)(load).sum(0).reshape(len(load), -1).sum(1).max())
+def _busiest(loads: Sequence[np.ndarray], placement: ReplicaPlacement) -> int:
+    """Tokens of the busiest rank, the sum of all loads [source_rank, expert], each split over `placement`."""
+    split = Splitter(placement)
+    return sum(int(split(load).sum(0).reshape(len(load), -1).sum(1).max()) for load in loads)
 
 
 def plan_replicas_layers(
@@ -87,6 +96,7 @@ def plan_replicas_layers(
     hidden_under: float | None = None,
     first: bool = False,
     micro_batches: int = 1,
+    drift: float = 0.0,
 ) -> tuple[ReplicaPlacement, ...]:
     """`plan_replicas` for several layers at once. Returns one placement a layer.
 
@@ -95,13 +105,15 @@ def plan_replicas_layers(
     The other parameters are those of `plan_replicas`.
     """
     loads, homes = _checked(np.asarray(load), cluster, slots, home, method)
+    if not 0 <= drift <= 1:
+        raise ValueError(f"drift={drift} is a fraction of all tokens: at least 0 and at most 1")
     ranks = loads.shape[1]
     nodes = min(ranks, cluster.ranks_per_node), cluster.nics_per_node
     if method == "none" or slots == 0 or ranks == 1:
         return (ReplicaPlacement(homes, np.full((ranks, slots), -1), "level", *nodes),) * len(loads)
     if method == "quota":
         window = TransferWindow(hidden_under, first, micro_batches)
-        return tuple(QuotaPlanner(cluster, homes, slots, shape, window)(loads))
+        return tuple(QuotaPlanner(cluster, homes, slots, shape, window, drift)(loads))
     return tuple(
         ReplicaPlacement(
             homes, prophet_slots(load, homes, cluster, slots, shape=shape, hidden_under=hidden_under), "own", *nodes

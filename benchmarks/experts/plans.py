@@ -10,7 +10,7 @@
 
   Loads are drawn by Zipf's law, and lognormal, as recorded loads of DeepSeek-V3 are.
 
-  "quota, --cluster" knows what transfers cost and hide, as training does with `--cluster`.
+  "quota, --cluster" knows what transfers cost and hide, and how much loads drift, as training does with `--cluster`.
 - Time: one placement and one split, CPU time of one thread, the best of several; with a GPU, also the split there.
 
 "quota, fewest for 1 %" has the fewest transfers found that would leave 1 % of the load that is planned from
@@ -47,6 +47,7 @@ from balancing.experts import (
     read_load_trace,
     traffic,
 )
+from balancing.experts.load_history import total_variation
 from balancing.experts.split.placed_split import SplitTables, place_all
 from balancing.files import write_text
 from benchmarks.baselines.experts import plan_replicas
@@ -186,11 +187,12 @@ def replay(trace: LoadTrace, sizes: Sequence[int], samples: int, progress: Progr
             chosen = _thin(stale, samples // 3)
             for record, layer, batch in progress.track(chosen, description=f"replay, last record, {case}"):
                 before, now = counts[record - 1, :, layer, -1], counts[record, :, layer, batch]
+                drift = float(total_variation(counts[max(record - 2, 0), :, layer, -1], before))
                 for method in ("none", "prophet", "eplb", "quota"):
                     placement = plan_replicas(before, cluster, slots=slots, method=method)
                     found.setdefault(method, _Balance()).add(now, placement, layer)
                 for name, placement in (
-                    (_CLUSTERED, _clustered(before, cluster, slots)),
+                    (_CLUSTERED, _clustered(before, cluster, slots, drift)),
                     (_FEWEST, _fewest(before, cluster, slots, trials=3)),
                 ):
                     found.setdefault(name, _Balance()).add(now, placement, layer)
@@ -204,9 +206,9 @@ def _fewest(before: np.ndarray, cluster: Cluster, slots: int, trials: int) -> Re
     return found if found is not None else plan_replicas(before, cluster, slots=slots)
 
 
-def _clustered(before: np.ndarray, cluster: Cluster, slots: int) -> ReplicaPlacement:
-    """The placement of training with `--cluster`."""
-    return plan_replicas(before, cluster, slots=slots, shape=_SHAPE, **_COSTS["costs, hidden"])
+def _clustered(before: np.ndarray, cluster: Cluster, slots: int, drift: float) -> ReplicaPlacement:
+    """The placement of training with `--cluster`, where loads have drifted by `drift` before."""
+    return plan_replicas(before, cluster, slots=slots, shape=_SHAPE, drift=drift, **_COSTS["costs, hidden"])
 
 
 def grid(draws: int, progress: Progress) -> list[Row]:
@@ -226,12 +228,14 @@ def grid(draws: int, progress: Progress) -> list[Row]:
             plans: dict[str, ReplicaPlacement] = {
                 method: plan_replicas(before, cluster, slots=slots, method=method) for method in methods
             }
-            plans[_CLUSTERED] = _clustered(before, cluster, slots)
             plans[_FEWEST] = _fewest(before, cluster, slots, trials=9)
             for drift in _DRIFT:
                 now = sampled_load(drifted(popularity, drift, generator), ranks, tokens, generator)
-                known = {"quota, load known": plan_replicas(now, cluster, slots=slots)}
-                for method, placement in (plans | known).items():
+                more = {
+                    _CLUSTERED: _clustered(before, cluster, slots, drift),
+                    "quota, load known": plan_replicas(now, cluster, slots=slots),
+                }
+                for method, placement in (plans | more).items():
                     found[drift].setdefault(method, _Balance()).add(now, placement)
         for drift in _DRIFT:
             case = f"E {experts}, {name} {imbalance:g}, drift {drift:g}"

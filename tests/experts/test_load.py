@@ -12,6 +12,7 @@ from balancing.experts import (
     total_variation,
     write_load_trace,
 )
+from balancing.experts.load_history import drifted_loads
 from benchmarks.experts.synthetic import drifted, sampled_load, zipf_popularity
 
 
@@ -23,6 +24,22 @@ class TestDrift:
         assert total_variation([[0, 0]], [[0, 0]]) == 0
         assert total_variation([[0, 0]], [[0, 1]]) == 1
         assert total_variation(np.ones((3, 2, 4)), np.ones((3, 2, 4))).shape == (3,)
+
+
+class TestDriftedLoads:
+    @pytest.mark.parametrize("drift", [0.03, 0.1, 0.2, 0.3])
+    def test_they_are_so_far_from_the_load(self, drift):
+        load = sampled_load(np.full(128, 1 / 128), 16, 50_000, np.random.default_rng(1))
+        one, other = drifted_loads(load, drift)
+        for each in (one, other):
+            assert total_variation(load, each) == pytest.approx(drift, rel=0.25)
+            assert each.sum() == pytest.approx(load.sum(), rel=1e-3)
+        assert total_variation(one, other) > 1.5 * drift, "in opposite directions"
+        assert np.array_equal(drifted_loads(load, drift)[0], one)
+
+    def test_without_drift_the_load_is_only_rounded(self):
+        assert [each.tolist() for each in drifted_loads(np.array([[1.4, 2.6]]), 0.0)] == [[[1, 3]]]
+        assert [each.tolist() for each in drifted_loads(np.zeros((1, 2)), 0.2)] == [[[0, 0]]] * 2
 
 
 class TestHistory:
@@ -54,6 +71,16 @@ class TestHistory:
             history.record(load)
             last = load
         assert np.mean(errors["predicted"]) < 0.9 * np.mean(errors["last"])
+
+    def test_the_error_of_predictions_is_the_drift_that_no_predictor_foresees(self):
+        generator, history = np.random.default_rng(0), LoadHistory()
+        popularity = zipf_popularity(64, 8, 2, generator)
+        assert history.error() == 0
+        for step in range(40):
+            history.record(sampled_load(popularity, 8, 100_000, generator))
+            assert step or history.error() == 0, "one load has no drift"
+            popularity = drifted(popularity, 0.15, generator)
+        assert history.error() == pytest.approx(0.15, rel=0.25)
 
     def test_layers_are_predicted_each_in_its_own_way(self):
         generator, together, alone = np.random.default_rng(1), LoadHistory(), [LoadHistory(), LoadHistory()]

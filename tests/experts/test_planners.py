@@ -7,10 +7,12 @@ from hypothesis import strategies as st
 
 from balancing.cluster import Cluster
 from balancing.experts import (
+    ExpertShape,
     ReplicaPlacement,
     contiguous_homes,
     layer_cost,
     plan_replicas_layers,
+    plan_with_gain,
     split_tokens,
     traffic,
 )
@@ -21,7 +23,7 @@ from balancing.experts.planners.spread import fill_slots
 from benchmarks.baselines.experts import plan_replicas
 from benchmarks.experts.emulated_workload import SHAPE as EMULATED
 from benchmarks.experts.emulated_workload import Scale, made_up_loads
-from benchmarks.experts.synthetic import sampled_load, zipf_popularity
+from benchmarks.experts.synthetic import drifted, sampled_load, zipf_popularity
 from tests.experts.test_plan import SHAPE, largest_over_mean, machine, quick
 
 
@@ -120,6 +122,42 @@ class TestCosts:
     def test_a_level_load_gets_no_replica(self):
         load = np.full((8, 32), 500)
         assert plan_replicas(load, machine(8), slots=2, shape=SHAPE).replicas == 0
+
+    @pytest.mark.parametrize("costs", [{"hidden_under": 1e-3, "micro_batches": 4}, {"hidden_under": 1e-4}, {}])
+    def test_a_level_load_that_will_drift_gets_replicas(self, costs):
+        """They are planned from the even load, and none would be the cheapest under it."""
+        cluster, window, figures = Cluster.preset("h200-8x400g").relabel(8, 8), TransferWindow(**costs), []
+        options = {"slots": 2, "shape": ExpertShape(2048, 1408, 2), **costs}
+        even = np.full(256, 1 / 256)
+        for seed in range(1, 5):
+            draw = np.random.default_rng(seed)
+            load = sampled_load(even, 64, 65536, draw)
+            none, full = plan_replicas(load, cluster, **options), plan_replicas(load, cluster, drift=0.2, **options)
+            assert none.replicas == 0 and full.replicas == 128
+            now = sampled_load(drifted(even, 0.2, draw), 64, 65536, draw)
+            cost = [layer_cost(traffic(now, p), p, cluster, options["shape"], window).total for p in (none, full)]
+            figures.append([largest_over_mean(now, none), largest_over_mean(now, full), cost[1] / cost[0]])
+        before, after, cost = np.mean(figures, axis=0)
+        assert before > 1.5 and after < 1.3 and cost < 0.85
+
+    def test_the_smallest_drift_does_not_pay_for_exposed_transfers(self):
+        """Full slots would cost 8 % of the layer, and save less than 1 %."""
+        cluster, load = Cluster.preset("h200-8x400g").relabel(8, 8), np.full((64, 256), 256)
+        options = {"slots": 2, "shape": ExpertShape(2048, 1408, 2)}
+        assert plan_replicas(load, cluster, drift=0.002, **options).replicas == 0
+
+    def test_the_gain_after_a_drift_counts(self):
+        load = np.full((8, 32), 500)
+        alone = plan_replicas(load, machine(8), slots=2, method="none")
+        for options in ({}, {"shape": SHAPE, "hidden_under": 5e-3}):
+            assert plan_with_gain(load, machine(8), alone, 0.02, slots=2, **options) is None
+            assert plan_with_gain(load, machine(8), alone, 0.02, slots=2, drift=0.2, **options).replicas == 16
+        assert plan_with_gain(load, machine(8), alone, 0.9, slots=2, drift=0.2) is None
+
+    @pytest.mark.parametrize("drift", [-0.1, 1.1, float("nan")])
+    def test_a_drift_out_of_range(self, drift):
+        with pytest.raises(ValueError, match=r"drift=.* is a fraction of all tokens"):
+            plan_replicas(np.full((8, 32), 500), machine(8), slots=2, drift=drift)
 
     def test_exposed_copies_need_many_tokens(self):
         few, many = self.hot(500), self.hot(200_000)

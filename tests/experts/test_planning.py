@@ -107,6 +107,30 @@ def test_plans_for_a_gpu_are_made_in_a_process_of_their_own(pool):
     assert pool.run(1, _where_plans_are_made) == [(False, [True, False])]
 
 
+def _replicas_after(swing: float) -> tuple[int, bool]:
+    """Replicas after a layer's load has swung around an even one for some iterations: the busier rank has 1 + `swing`
+    times the mean, in turns. Also whether the predicted load would get some if it did not drift."""
+    from balancing.experts import plan_replicas, plan_with_gain
+    from balancing.experts.split.placed_split import SplitTables
+    from megatron.balanced.experts.planning import LayerPlan
+
+    planner = _planner()
+    alone = SplitTables(plan_replicas(np.ones((2, 4)), planner._cluster, slots=2, method="none"), None)
+    layer, plan = SimpleNamespace(without_replicas=alone), LayerPlan(alone)
+    for iteration in range(1, 21):
+        on_first = 1 + swing * (-1) ** iteration
+        load = np.rint(1000 * np.array([[on_first, on_first, 2 - on_first, 2 - on_first]] * 2)).astype(int)
+        tables = planner._plan(layer, plan, lambda load=load: load[None], iteration, None).tables
+    known = plan_with_gain(plan.history.predict(), planner._cluster, alone.placement, 0.02, slots=2)
+    return tables.placement.replicas, known is not None
+
+
+def test_a_load_that_swings_around_an_even_one_gets_replicas(pool):
+    """The prediction is even, and nearly always wrong."""
+    assert pool.run(1, _replicas_after, 0.15) == [(4, False)]
+    assert pool.run(1, _replicas_after, 0.0) == [(0, False)], "nothing to gain"
+
+
 def _ends_of_a_step() -> list[bool]:
     """Whether all plans are made when a step ends, where layers are captured and where none is."""
     from megatron.balanced.experts.balancer import ExpertBalancer

@@ -12,6 +12,8 @@ With a cost model (`balancing.experts.cost`), the candidate of least cost is cho
 - the most useful packed replicas, anywhere, and inside nodes alone, where links cost least,
 - replicas that keep tokens in their node (`balancing.experts.planners.near`).
 
+If slots stay empty and the load is expected to drift, the choice is compared with full slots under drifted loads.
+
 Costs are estimated for all candidates at once (`balancing.experts.planners.estimate`). With few ranks and experts there
 is time for more: the best candidates are then compared by their exact split, and so are variants of the best one with
 another expert in one slot.
@@ -25,6 +27,7 @@ import numpy as np
 
 from balancing.cluster import Cluster
 from balancing.experts.cost import ExpertShape, TransferWindow, copy_seconds, layer_cost, with_transfers
+from balancing.experts.load_history import drifted_loads
 from balancing.experts.placement import ReplicaPlacement
 from balancing.experts.planners.estimate import CostEstimate
 from balancing.experts.planners.near import near_slots
@@ -48,6 +51,7 @@ class QuotaPlanner:
     slots: largest number of replicas on a rank.
     shape: size of an expert; None plans without a cost model.
     window: the compute that overlaps the transfers of the first layer. Later layers use it with `first` set to False.
+    drift: expected total variation between a load and the one that the placement meets.
     """
 
     cluster: Cluster
@@ -55,6 +59,7 @@ class QuotaPlanner:
     slots: int
     shape: ExpertShape | None = None
     window: TransferWindow = field(default_factory=TransferWindow)
+    drift: float = 0.0
 
     def __call__(self, loads: np.ndarray) -> list[ReplicaPlacement]:
         """One placement a layer. loads: float [layer, source_rank, expert]."""
@@ -75,7 +80,8 @@ class QuotaPlanner:
         best = costs.cheapest([self._none, spread, *self._packed(total), *self._near(counts, total, picks)])
         if self.thorough and self.ranks > self.per_node:
             best = costs.cheapest([best.slot_expert, *self._exchanged(best.slot_expert, total)])
-        return self._with_free_copies(best, total, costs)
+        best = self._with_free_copies(best, total, costs)
+        return self._after_drift(best, spread, load) if self.drift and (best.slot_expert < 0).any() else best
 
     def _balanced(self, counts: np.ndarray, total: np.ndarray, spread: np.ndarray) -> ReplicaPlacement:
         """`spread` if it balances the load. Otherwise the better balanced of `spread` and packed replicas."""
@@ -134,6 +140,18 @@ class QuotaPlanner:
         filled = self.placement(fill_slots(plan.slot_expert, total, self.home, self.per_node))
         before, after = costs.of([plan, filled])
         return filled if after <= (1 + _PRECISION) * before else plan
+
+    def _after_drift(self, plan: ReplicaPlacement, spread: np.ndarray, load: np.ndarray) -> ReplicaPlacement:
+        """`plan`, `plan` with empty slots filled from within the node, or `spread`: what costs least after a drift.
+
+        An even load needs no replicas, but loads that it may become do.
+        """
+        assert self.shape is not None
+        filled = fill_slots(plan.slot_expert, load.sum(0), self.home, self.per_node)
+        slots, machine = np.stack([plan.slot_expert, filled, spread]), (self.cluster, self.shape, self.window)
+        costs = [CostEstimate(each, self.home, *machine)(slots).total for each in drifted_loads(load, self.drift)]
+        least = int(np.sum(costs, axis=0).argmin())
+        return self.placement(slots[least]) if least else plan
 
     def _spread(self, total: np.ndarray, picks: np.ndarray) -> np.ndarray:
         sizes = self.ranks, self.slots

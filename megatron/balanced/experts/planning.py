@@ -171,7 +171,7 @@ class ReplicaPlanner:
         if iteration % self._config.plan_interval and not plan.arrived:
             return Planned(None, drift, time.perf_counter() - begin)
         plan.arrived = False
-        tables = self._place(layer, plan.history.predict(), overlap)
+        tables = self._place(layer, plan.history.predict(), overlap, float(plan.history.error()))
         return Planned(tables, drift, time.perf_counter() - begin)
 
     def place_known(self, layer: BalancedMoELayer, loads: list[Any], overlap: Overlap) -> SplitTables:
@@ -184,7 +184,8 @@ class ReplicaPlanner:
         return self._place(layer, np.rint(np.mean(loads, axis=0)).astype(np.int64), overlap)
 
     @named("plan of replicas")
-    def _place(self, layer: BalancedMoELayer, load: np.ndarray, overlap: Overlap) -> SplitTables:
+    def _place(self, layer: BalancedMoELayer, load: np.ndarray, overlap: Overlap, drift: float = 0.0) -> SplitTables:
+        """Plan for a load [source_rank, expert] that is expected to drift."""
         costs: dict[str, Any] = {}
         if self._machine is not None:
             costs = {
@@ -204,6 +205,7 @@ class ReplicaPlanner:
             config.min_gain,
             slots=config.replica_slots,
             method=config.planner,
+            drift=drift,
             **costs,
         )
         tables = alone if placement is None else SplitTables(placement, alone.device)
