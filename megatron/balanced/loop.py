@@ -53,7 +53,8 @@ class ExpertBalancer(experts.ExpertBalancer):
 
     chunks: the model chunks of this rank, each in `DistributedDataParallel`.
     config: settings such as `replica_slots` and `min_gain`; None for the defaults.
-    job: sizes and timeout of the run.
+    job: sizes and timeout of the run. None: one sample a micro-batch, of the longest sequence that the model takes, and
+        10 minutes.
     cluster: hardware speeds for the cost model. None: placements only balance tokens; transfers have no cost.
     report: called on one rank of each expert-parallel group for each event, with a function that returns the event.
 
@@ -66,13 +67,13 @@ class ExpertBalancer(experts.ExpertBalancer):
         chunks: Sequence[torch.nn.Module],
         config: ExpertConfig | None = None,
         *,
-        job: Job,
+        job: Job | None = None,
         cluster: Cluster | None = None,
         report: Callable[[Callable[[], dict[str, Any]]], None] | None = None,
     ) -> None:
         check_model("ExpertBalancer", chunks)
         config = _slots(config or ExpertConfig(enabled=True), get_model_config(chunks[0]))
-        super().__init__(job, config, cluster, report)
+        super().__init__(job or _job(chunks), config, cluster, report)
         self._exchanged = balance_layers(chunks, self.config.replica_slots)
         if not any(gather_objects(bool(self._exchanged), dist.group.WORLD)):  # some stages may have none
             raise ValueError("no MoE layer of the model is megatron.core's own MoELayer; drop the ExpertBalancer")
@@ -133,7 +134,7 @@ class SequenceBalancer(AttentionBalancer):
     chunks: the model chunks of this rank, each in `DistributedDataParallel`.
     config: settings `domain`, `planner` and `routing`. All data-parallel ranks share the work unless `domain` is
         "context".
-    job, cluster, report: as for `ExpertBalancer`; one rank of each domain reports.
+    job, cluster, report: as for `ExpertBalancer`; one rank of each domain reports. Only the timeout of job is read.
 
     Raises ValueError for a model whose attention cannot be balanced.
     """
@@ -143,12 +144,12 @@ class SequenceBalancer(AttentionBalancer):
         chunks: Sequence[torch.nn.Module],
         config: SequenceConfig | None = None,
         *,
-        job: Job,
+        job: Job | None = None,
         cluster: Cluster | None = None,
         report: Callable[[Callable[[], dict[str, Any]]], None] | None = None,
     ) -> None:
         check_model("SequenceBalancer", chunks)
-        super().__init__(chunks, config or SequenceConfig(enabled=True), job.timeout_minutes, cluster, report)
+        super().__init__(chunks, config or SequenceConfig(enabled=True), (job or Job).timeout_minutes, cluster, report)
         mark_model("SequenceBalancer", chunks)
 
 
@@ -165,7 +166,7 @@ class LayerBalancer(StepCallback):
     scheduler: of the learning rate, with Megatron-LM's `step`.
     config: settings such as `interval` and `planner`; None for the defaults.
     layer_spec: virtual stage of a chunk -> the layer spec that the model was built with, in the current layout.
-    job: sizes and timeout of the run.
+    job: as for `ExpertBalancer`. Only its timeout is read.
     overrides: the `config_overrides` passed to `get_megatron_optimizer`.
     steps: number of training steps; None if unknown.
     gloo_groups: the `use_gloo_process_groups` passed to `get_megatron_optimizer`.
@@ -184,7 +185,7 @@ class LayerBalancer(StepCallback):
         config: LayerConfig | None = None,
         *,
         layer_spec: Callable[[int | None], Any],
-        job: Job,
+        job: Job | None = None,
         overrides: Any = None,
         steps: int | None = None,
         gloo_groups: bool = True,
@@ -213,7 +214,7 @@ class LayerBalancer(StepCallback):
         loop = TrainingLoop(
             iterations=steps,
             log_interval=1,
-            timeout_minutes=job.timeout_minutes,
+            timeout_minutes=(job or Job).timeout_minutes,
             gloo_groups=gloo_groups,
             optimizer_overrides=lambda config: overrides,
             trained=lambda: _Optimized(optimizer, scheduler),
@@ -384,6 +385,14 @@ class Balancers:
             if isinstance(balancer, SequenceBalancer | LayerBalancer):
                 balancer.close()
             unmark_model(type(balancer).__name__, getattr(balancer, "chunks", ()))
+
+
+def _job(chunks: Sequence[torch.nn.Module]) -> Job:
+    """A run of micro-batches of one sample, the longest that the model takes."""
+    longest = getattr(unwrap_model(chunks)[0], "max_sequence_length", None)
+    if longest is None:
+        raise ValueError("the model does not tell its longest sequence; pass job=Job(seq_length)")
+    return Job(longest)
 
 
 def _slots(config: ExpertConfig, model: Any) -> ExpertConfig:

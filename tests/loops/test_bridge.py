@@ -22,15 +22,14 @@ def _config(pipeline: int, folder: str, exact: bool, core: type | None = None) -
     import torch.nn.functional as F
     from megatron.bridge.models.gpt_provider import GPTModelProvider
     from megatron.bridge.training import config
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.enums import AttnBackend
+
+    from megatron.balanced.local.packed_attention import packed_layers
 
     def local_layers(provider: Any, vp_stage: int | None = None) -> Any:
         """Without Transformer Engine, which has no float64."""
-        spec = get_gpt_decoder_block_spec(provider, use_transformer_engine=False, vp_stage=vp_stage)
-        for layer in spec.layer_specs if core else ():
-            layer.submodules.self_attention.submodules.core_attention = core
-        return spec
+        return packed_layers(provider, vp_stage, core or DotProductAttention)
 
     full = torch.get_default_dtype()
     spec = {"transformer_impl": "local", "transformer_layer_spec": local_layers} if exact else {}

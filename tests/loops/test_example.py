@@ -6,20 +6,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.plain_loop import train
 from tests.support.weights import assert_same_weights, named_weights
 
 STEPS, PER_STEP, RANKS = 9, 4, 4  # a checkpoint after five steps; layers move after four
 
 
 def _train(steps: int, folder: Path, balanced: bool) -> tuple[list[float], dict[str, Any], str, list[dict]]:
-    import torch
-
-    from examples.plain_loop import train
-    from tests.support.set_clock import SetClock, slow_layers
-
-    slow_layers(SetClock().install(), lambda number: (1.0, 2.0))
-    torch.set_default_dtype(torch.float64)
-    losses, model, layout, events = train(steps, folder, balanced=balanced, dtype=torch.float64)
+    losses, model, layout, events = train(steps, folder, balanced)
     return losses, named_weights([model.module]), layout, events
 
 

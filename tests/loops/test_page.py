@@ -3,6 +3,7 @@
 import ast
 import importlib.util
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,8 @@ def _train() -> tuple[int, str]:
     dist.init_process_group()
     example.parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, expert_model_parallel_size=2)
     example.model_parallel_cuda_manual_seed(1)
-    model, layer_spec = example.build("Ettt|tttL", torch.float32)
+    model = example.build("Ettt|tttL")
     optimizer = example.get_megatron_optimizer(example.OptimizerConfig(lr=1e-2, min_lr=1e-3, clip_grad=0.0), [model])
-    model.config.finalize_model_grads_func, model.config.no_sync_func = example.finalize_model_grads, model.no_sync
     losses: list[Any] = []
 
     def forward_step(at: Any, model: Any) -> Any:
@@ -33,11 +33,12 @@ def _train() -> tuple[int, str]:
         return output, loss
 
     given: dict[str, Any] = {
-        "model": model, "optimizer": optimizer, "layer_spec": layer_spec, "forward_step": forward_step,
+        "model": model, "optimizer": optimizer, "layer_spec": partial(example.packed_layers, model.config),
+        "forward_step": forward_step, "steps": [range(2), range(2, 5)],
         "scheduler": example.OptimizerParamScheduler(
             optimizer, 0.0, 1e-2, 1e-3, 0, 50, "linear", 0.0, 0.0, 50, "constant"
         ),
-        "get_forward_backward_func": example.get_forward_backward_func, "steps": [range(2), range(2, 5)],
+        "get_forward_backward_func": example.get_forward_backward_func,
     }  # fmt: skip
     for snippet in SNIPPETS[:2]:
         exec(compile(snippet.replace("4096", str(example.TOKENS)), PAGE.name, "exec"), given)

@@ -24,7 +24,6 @@ def _engine(mode: str, events: list) -> Any:
     import torch
     import torch.nn.functional as F
     from megatron.bridge.models.gpt_provider import GPTModelProvider
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from verl.workers.config import McoreEngineConfig, McoreOptimizerConfig
     from verl.workers.config.engine import EngineRouterReplayConfig
@@ -33,7 +32,7 @@ def _engine(mode: str, events: list) -> Any:
     from balancing.cluster import Cluster
     from balancing.experts.config import ExpertConfig
     from balancing.sequences.config import SequenceConfig
-    from megatron.balanced.local.packed_attention import PackedDotProductAttention as Packed
+    from megatron.balanced.local.packed_attention import PackedDotProductAttention, packed_layers
     from megatron.balanced.loops.choice import Choice
 
     class Causal(DotProductAttention):
@@ -43,10 +42,7 @@ def _engine(mode: str, events: list) -> Any:
             return super().forward(query, key, value, None, **kwargs)
 
     def local_layers(provider: Any, vp_stage: int | None = None) -> Any:
-        spec = get_gpt_decoder_block_spec(provider, use_transformer_engine=False, vp_stage=vp_stage)
-        for layer in spec.layer_specs:
-            layer.submodules.self_attention.submodules.core_attention = Packed if mode in PACKED else Causal
-        return spec
+        return packed_layers(provider, vp_stage, PackedDotProductAttention if mode in PACKED else Causal)
 
     class Tiny(EngineRegistry.get_engine_cls("language_model", "megatron")):
         choice = Choice(  # read by a balanced engine alone

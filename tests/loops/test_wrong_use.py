@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-WAYS_OUT = re.compile(r"; (use|drop|wrap|call|close|make|set|switch|leave|pad)|use at most|close\(\) its Balancers")
+WAYS_OUT = re.compile(
+    r"; (use|drop|wrap|call|close|make|set|switch|leave|pad|pass)|use at most|close\(\) its Balancers"
+)
 
 
 @contextlib.contextmanager
@@ -80,6 +82,7 @@ def _refusals() -> dict[str, str]:
     refused("main parameters", layers, optimizer.config, main_params_dtype=torch.float16)
     refused("torch's optimizer", lambda: layers(torch.optim.Adam(model.parameters())))
     refused("one stage", layers)
+    refused("no length", lambda: ExpertBalancer([model]), model.module, max_sequence_length=None)
     refused("dropout", lambda: SequenceBalancer([model], job=job), attention_dropout=0.1)
     first, attention = experts(), SequenceBalancer([model], job=job)
     refused("a second one", experts)
@@ -111,6 +114,7 @@ EXPECTED = {
     "main parameters": "main_params_dtype=fp16",
     "torch's optimizer": "optimizer of class Adam; use get_megatron_optimizer",
     "one stage": "layers cannot move, since there is only one pipeline stage; drop the LayerBalancer",
+    "no length": "the model does not tell its longest sequence; pass job=Job(seq_length)",
     "dropout": "attention_dropout=0.1",
     "a second one": "the model has a balancer of class ExpertBalancer already; close() its Balancers",
     "a second one of sequences": "a balancer of class SequenceBalancer already",

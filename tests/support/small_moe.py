@@ -19,12 +19,11 @@ def build(dtype: torch.dtype, *, longest: int = SEQUENCE, overlap: bool = True, 
         use_cpu()  # before megatron.core is imported
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megatron.balanced.local.packed_attention import PackedDotProductAttention
+    from megatron.balanced.local.packed_attention import packed_layers
 
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if torch.version.cuda and torch.cuda.is_available() else "gloo")
@@ -38,10 +37,9 @@ def build(dtype: torch.dtype, *, longest: int = SEQUENCE, overlap: bool = True, 
         moe_router_load_balancing_type="none", add_bias_linear=False, gated_linear_unit=True, params_dtype=dtype,
         attention_dropout=0.0, hidden_dropout=0.0, transformer_impl="local", **fields,
     )  # fmt: skip
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
-    for layer in spec.layer_specs:
-        layer.submodules.self_attention.submodules.core_attention = PackedDotProductAttention
-    model = GPTModel(config, spec, VOCABULARY, longest).to(device=torch.cuda.current_device(), dtype=dtype)
+    model = GPTModel(config, packed_layers(config), VOCABULARY, longest).to(
+        device=torch.cuda.current_device(), dtype=dtype
+    )
     return DistributedDataParallel(config, DistributedDataParallelConfig(overlap_grad_reduce=overlap), model)
 
 

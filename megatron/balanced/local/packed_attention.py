@@ -4,12 +4,13 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 from megatron.balanced.local.latent_attention import LatentDotProductAttention
 
-__all__ = ["PackedDotProductAttention", "PackedLatentDotProductAttention"]
+__all__ = ["PackedDotProductAttention", "PackedLatentDotProductAttention", "packed_layers"]
 
 
 class PackedDotProductAttention(DotProductAttention):
@@ -45,3 +46,12 @@ class PackedDotProductAttention(DotProductAttention):
 
 class PackedLatentDotProductAttention(PackedDotProductAttention, LatentDotProductAttention):
     """The attention of `--multi-latent-attention` over documents packed into one sequence."""
+
+
+def packed_layers(config: Any, vp_stage: int | None = None, attention: type = PackedDotProductAttention) -> Any:
+    """The layer spec of the model chunk `vp_stage` from Megatron's own modules, with core attention of the class
+    `attention`."""
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage)
+    for layer in spec.layer_specs:
+        layer.submodules.self_attention.submodules.core_attention = attention
+    return spec

@@ -21,7 +21,6 @@ from megatron.balanced.shared.job import Job
 __all__ = ["VENDOR", "balanced", "register"]
 
 VENDOR = "balanced"
-TIMEOUT_MINUTES = 10.0  # of the balancers' collectives; torch's default for NCCL
 
 _registered: list[type] = []
 
@@ -42,7 +41,7 @@ def balanced(engine: type, given: Choice, tokens: int = 8192) -> type:
             """Make the balancers. Only engines that train call this method. Model and optimizer are on the device, and
             verl has set its hooks."""
             scheduler = super()._build_lr_scheduler()
-            self.balancers = self.choice.around(self.module, Job(tokens, 1, TIMEOUT_MINUTES), self._announce)
+            self.balancers = self.choice.around(self.module, Job(tokens), self._announce)
             return scheduler
 
         def _announce(self, call: dict[str, Any]) -> None:

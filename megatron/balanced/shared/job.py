@@ -15,5 +15,5 @@ class Job:
     """
 
     seq_length: int
-    micro_batch_size: int
-    timeout_minutes: float
+    micro_batch_size: int = 1
+    timeout_minutes: float = 10.0
