@@ -12,7 +12,7 @@ import pytest
 STEPS = 4
 
 
-class _Base:
+class OfSwift:
     """As ms-swift's `MegatronCallback`, all of whose events the trainer calls."""
 
     def __init__(self, trainer: Any) -> None:
@@ -62,22 +62,17 @@ def _slime(balanced: bool) -> tuple[list[float], list[dict]]:
     return losses, [event() for event in events]
 
 
-def _swift(balanced: bool) -> tuple[list[float], list[dict]]:
-    """ms-swift's `train` and `train_step`, as far as callbacks see them."""
+def train_as_swift(of: type) -> list[float]:
+    """ms-swift's `train` and `train_step`, as far as callbacks of the class `of` see them. Returns losses."""
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.pipeline_parallel import schedules
 
-    from balancing.experts.config import ExpertConfig
-    from megatron.balanced.loops.choice import Choice
-    from megatron.balanced.loops.swift import callback
     from tests.support.small_moe import SAMPLES, SEQUENCE, call, forward_steps
 
     model, optimizer = _built()
-    events: list[Any] = []
     args = SimpleNamespace(seq_length=SEQUENCE, micro_batch_size=SAMPLES, ddp_timeout=300)
     trainer = SimpleNamespace(wrapped_models=[model], optimizer=optimizer, config=model.config, args=args, state=None)
-    choice = Choice(experts=ExpertConfig(enabled=True, min_gain=0.0), report=events.append)
-    callbacks = [(callback(_Base, choice) if balanced else _Base)(trainer)]
+    callbacks = [of(trainer)]
 
     def call_event(name: str) -> None:
         for each in callbacks:
@@ -97,6 +92,17 @@ def _swift(balanced: bool) -> tuple[list[float], list[dict]]:
         call_event("on_step_end")
     call_event("on_train_end")
     assert schedules.get_forward_backward_func() is plain
+    return losses
+
+
+def _swift(balanced: bool) -> tuple[list[float], list[dict]]:
+    from balancing.experts.config import ExpertConfig
+    from megatron.balanced.loops.choice import Choice
+    from megatron.balanced.loops.swift import callback
+
+    events: list[Any] = []
+    choice = Choice(experts=ExpertConfig(enabled=True, min_gain=0.0), report=events.append)
+    losses = train_as_swift(callback(OfSwift, choice) if balanced else OfSwift)
     return losses, [event() for event in events]
 
 
