@@ -26,15 +26,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from balancing.cluster import Cluster
-from balancing.sequences.load import causal_area
+from balancing.sequences.load import TILE, causal_area
 from balancing.sequences.rounds import turn_tokens, what_is_asked
 from balancing.sequences.sequence_plan import AttentionShape, SequencePlan
 from balancing.sequences.traffic import LinkTokens, link_tokens_seconds, plan_links, remap_traffic, traffic_seconds
 from balancing.sequences.window import in_window
 
 __all__ = [
+    "TILE",
     "StepCost",
     "attention_seconds",
+    "exposed_seconds",
     "hidden_seconds",
     "hidden_tokens",
     "kv_bytes",
@@ -46,9 +48,9 @@ __all__ = [
     "routing_pays",
     "step_cost",
     "tile_area",
+    "token_bytes",
 ]
 
-TILE = 128
 _BYTES = 2  # of bf16
 _ATTENTION_ACHIEVED = 0.6  # FLOP/s of flash attention over those of large matrix products: 0.57 on H200, 0.72 on A800
 _ATTENTION_BACKWARD, _LINEAR_BACKWARD = 2.5, 2.0  # over forward
@@ -156,9 +158,9 @@ def _layers_cost(
     """
     latents = shape.latent is not None and plan.window is None
     moved = plan_links(plan, cluster, in_step=True)
-    token_bytes = latent_bytes(shape) if latents else kv_bytes(shape)
-    forward, backward = kv_seconds(moved, plan.exchange, token_bytes, cluster, routed, gradient_width)
-    asked = what_is_asked(plan, cluster, moved, turn_tokens(cluster, token_bytes))
+    each = token_bytes(shape) if latents else kv_bytes(shape)
+    forward, backward = kv_seconds(moved, plan.exchange, each, cluster, routed, gradient_width)
+    asked = what_is_asked(plan, cluster, moved, turn_tokens(cluster, each))
     projection = _projection_seconds(moved, cluster, shape) if latents else 0.0
     more = _PROJECTION * asked.rounds if latents else 0
     latency = asked.rounds * cluster.message_seconds
@@ -263,6 +265,11 @@ def latent_bytes(shape: AttentionShape) -> int:
     return (shape.latent.size + shape.latent.shared) * shape.latent.copies * _BYTES
 
 
+def token_bytes(shape: AttentionShape) -> int:
+    """Bytes that are sent of one token in one layer without a window: its latent, if it has one, or keys and values."""
+    return kv_bytes(shape) if shape.latent is None else latent_bytes(shape)
+
+
 def linear_seconds(tokens: float, cluster: Cluster, shape: AttentionShape) -> float:
     """Seconds of one rank to compute all linear layers for `tokens` tokens, forward and backward, with a gated MLP."""
     width = (shape.heads + shape.kv_heads) * (shape.head_size + shape.value_size)  # of q and the output, of k and v
@@ -311,13 +318,25 @@ def _exposed(plan: SequencePlan, exchange: tuple[float, float], compute: float) 
     """
     forward, backward = exchange
     rings = [len(plan.ring(number)) for number, how in enumerate(plan.exchange) if how == "ring"]
-    least, gathers = 0.0, "gather" in plan.exchange
-    if gathers:
-        compute *= _HIDES
+    least = 0.0
     if rings:
         rounds = max(rings) - 1
         compute *= rounds / (rounds + 1)
         least = (backward - forward) / rounds
+    return exposed_seconds(exchange, compute, gathers="gather" in plan.exchange, least=least)
+
+
+def exposed_seconds(exchange: tuple[float, float], compute: float, *, gathers: bool, least: float = 0.0) -> float:
+    """Seconds of transfers in one layer that compute does not hide.
+
+    exchange: seconds of the transfers, forward and backward.
+    compute: seconds of the forward pass that can hide them.
+    gathers: whether keys are gathered.
+    least: seconds of backward's transfers that are always exposed, besides those of gathering.
+    """
+    forward, backward = exchange
+    if gathers:
+        compute *= _HIDES
     beyond = max(0.0, forward - compute) + max(least, backward - _ATTENTION_BACKWARD * compute)
     return beyond + _NEVER_HIDDEN * (forward + backward) * gathers
 

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-__all__ = ["area_of_first", "causal_area", "zigzag_area", "zigzag_areas"]
+__all__ = ["TILE", "area_of_first", "causal_area", "zigzag_area", "zigzag_areas"]
+
+TILE = 128  # queries, and keys, of a tile of flash attention
 
 
 def causal_area(lengths: Sequence[int] | np.ndarray, window: int | None = None) -> int:

@@ -11,6 +11,7 @@ import numpy as np
 
 from balancing.cluster import Cluster
 from balancing.cluster.links import link_seconds, routed_link_seconds
+from balancing.sequences.load import TILE
 from balancing.sequences.sequence_plan import SequencePlan, columns
 from balancing.sequences.window import reaches
 
@@ -146,7 +147,10 @@ def _links(on_rings: TokenTraffic, gathered: _Gathered, cluster: Cluster, level:
     received, copies = _sum(target[order], new, ranks), copied.reshape(-1, per_node).sum(1) > 0
     if level:
         received = np.repeat(entering / per_node, per_node)
-        copied = np.maximum(_sum(target, tokens, ranks) - received, 0)
+        needed_far = _sum(target, tokens, ranks)
+        copied = np.maximum(needed_far - received, 0)
+        # Shares are whole tiles. What a rank needs beyond its share enters through other ranks.
+        copies |= (needed_far > np.ceil(received / TILE) * TILE).reshape(-1, per_node).any(1)
     of_node = copied.reshape(-1, per_node).sum(1)
     near += np.stack([np.repeat(of_node / per_node, per_node), copied])
     far += np.stack([_sum(source[order], new, ranks), received])
