@@ -9,8 +9,8 @@ over distributions and batches.
   batch; in brackets those that the fullest node receives, times nodes. "each rank": the rank that holds a key sends it
   to every rank that needs it. "once": a key enters a node once, as the engine does it.
 - Planners: modelled seconds of a step over the physical limit. "best": the quickest of chunks, zones and, for few
-  documents, gather, batch by batch. "bound": no plan with equal tokens is faster, since the node with the last token of
-  the longest document receives all of its keys but those that it holds itself.
+  documents, gather, batch by batch. "bound": no plan with equal tokens is faster (`benchmarks.sequences.bound`), if
+  compute hides all transfers as long as it lasts; "as exposed": if it hides as much as the cost model says.
 - Parts of a step with chunks, over the limit: what is computed in tiles, exposed, launched.
 - Peers: ring (Transformer Engine), all-gather by NCCL's rings ("AG rings") and in two levels, and a2a+p2p
   (`benchmarks.sequences.peers`).
@@ -35,15 +35,14 @@ from balancing.sequences import (
     plan_sequences,
     step_cost,
 )
-from balancing.sequences.cost import attention_seconds, kv_bytes, latent_bytes, linear_seconds
-from balancing.sequences.load import causal_area
 from balancing.sequences.sequence_plan import LatentShape
 from balancing.sequences.traffic import plan_links
+from benchmarks.sequences.bound import bound_seconds
 from benchmarks.sequences.lengths import DISTRIBUTIONS, draw_batch
 from benchmarks.sequences.peers import all_gather_seconds, heads_and_ring, odc_seconds
 from benchmarks.sequences.plans import sources
 
-__all__ = ["bound_seconds", "main"]
+__all__ = ["main"]
 
 Sources = dict[str, str | np.ndarray]  # distributions by name
 
@@ -61,17 +60,6 @@ _COUNTED = ("A800, MHA", "H200, GQA 8:1")
 _PLANNERS = ("chunks", "zones")
 _MOST_SHARDS = 2048  # of gather
 _ODC_SAMPLE, _ODC_MICRO_BATCHES = 32768, 8
-
-
-def bound_seconds(lengths: Sequence[int], cluster: Cluster, shape: AttentionShape) -> float:
-    """Seconds below which no plan of equal tokens comes, since keys of the longest document must enter a node."""
-    held = sum(lengths) / cluster.nodes
-    token_bytes = kv_bytes(shape) if shape.latent is None else latent_bytes(shape)
-    enters = max(0.0, max(lengths) - held) * token_bytes / (cluster.nics_per_node * cluster.nic_bandwidth)
-    attention = attention_seconds(causal_area(lengths), cluster, shape) / cluster.world_size / shape.layers
-    passes = attention / 3.5, attention * 2.5 / 3.5
-    linear = linear_seconds(sum(lengths), cluster, shape) / cluster.world_size
-    return linear + shape.layers * sum(max(each, enters) for each in passes)
 
 
 def _batches(known: Sources, ranks: int, number: int) -> Iterator[tuple[str, Sequence[int]]]:
@@ -110,7 +98,7 @@ def _traffic(known: Sources, sizes: Sequence[int], number: int) -> None:
 
 
 def _times(known: Sources, sizes: Sequence[int], number: int) -> None:
-    rows = ("ring", "AG rings", "AG 2 levels", "a2a+p2p", "zones", "chunks", "best", "bound")
+    rows = ("ring", "AG rings", "AG 2 levels", "a2a+p2p", "zones", "chunks", "best", "bound", "as exposed")
     print(f"\n{'modelled step / limit':32}" + "".join(f"{row:>12}" for row in rows))
     over_best, parts = [], []
     for machine, (preset, shape) in _MACHINES.items():
@@ -121,7 +109,8 @@ def _times(known: Sources, sizes: Sequence[int], number: int) -> None:
             for name, lengths in _batches(known, ranks, number):
                 limit = limit_seconds(lengths, cluster, shape)
                 seconds, chunks = _seconds(lengths, cluster, shape)
-                found[name].append(np.array([*seconds, bound_seconds(lengths, cluster, shape)]) / limit)
+                bounds = [bound_seconds(lengths, cluster, shape, exposes=exposes) for exposes in (False, True)]
+                found[name].append(np.array([*seconds, *bounds]) / limit)
                 of_step = chunks.attention + chunks.linear, chunks.exposed, chunks.launch
                 spent[name].append(np.array(of_step) / limit)
             means = {name: np.mean(figures, 0) for name, figures in found.items()}

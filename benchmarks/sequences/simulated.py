@@ -7,7 +7,9 @@ Every rank runs the program that the engine would (`compile_rank`): it starts tr
 computes as long as its whole tiles take. A message moves once both ends have started its group. Messages under way
 share links fairly: a network card on either side, or the links of two ranks of a node. Host and launches take no time.
 "routed": all cards of a node are one. Changes of layout and collectives of peers (`benchmarks.sequences.peers`) take
-what the cost model says; peers are not routed. Takes seconds on one core.
+what the cost model says; peers are not routed. "bound": no plan with equal tokens is faster
+(`benchmarks.sequences.bound`), modelled with as much exposed as the model says of gathering, simulated with nothing
+exposed as long as compute lasts. Takes seconds on one core.
 """
 
 import argparse
@@ -24,6 +26,7 @@ from balancing.sequences.cost import hidden_seconds, kv_bytes, linear_seconds
 from balancing.sequences.engine.program import Compute, Program, Start, TransferGroup
 from balancing.sequences.engine.rank_program import TokenBytes, compile_rank
 from balancing.sequences.traffic import remap_traffic, traffic_seconds
+from benchmarks.sequences.bound import bound_seconds
 from benchmarks.sequences.emulated_workload import CLUSTERS, SHAPES, Scale, tile_pairs
 from benchmarks.sequences.lengths import draw_batch
 from benchmarks.sequences.peers import all_gather_seconds, heads_and_ring
@@ -201,6 +204,8 @@ def _rows(
         plan = plan_sequences(lengths, cluster, shape=shape, method=method)
         direct, routed = (simulated_seconds(plan, cluster, shape, routed=routed) for routed in (False, True))
         yield method, (step_cost(plan, cluster, shape).total / layers, direct, routed)
+    exposed, hidden = (bound_seconds(lengths, cluster, shape, exposes=exposes) / layers for exposes in (True, False))
+    yield "bound", (exposed, hidden, hidden)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
