@@ -19,7 +19,7 @@ from balancing.sequences.planners.chunks import balanced_chunks
 from balancing.sequences.planners.linear_layout import linear_layout
 from balancing.sequences.planners.stay import shed_tails
 from balancing.sequences.planners.zones import even_counts, even_layout, zone_layout
-from balancing.sequences.sequence_plan import AttentionShape, SequencePlan, Shard, same_exchange
+from balancing.sequences.sequence_plan import AttentionShape, KVExchange, SequencePlan, Shard, same_exchange
 
 __all__ = ["DEFAULT_CHUNK", "METHODS", "Method", "plan_attention", "plan_sequences"]
 
@@ -114,17 +114,20 @@ def _plan(
     ranks = cluster.world_size
     quotas = even_counts(sum(lengths), ranks, 0)
     if method == "chunks":
-        attention = balanced_chunks(lengths, quotas, cluster, chunk=chunk)
+        layouts = balanced_chunks(lengths, quotas, cluster, shape, chunk=chunk)
     elif method == "zones":
         room = int(max(quotas) * _ZONES_ROOM) if capacity is None else capacity
-        zones = zone_layout(lengths, cluster, shape, room)
-        attention = even_layout(lengths, ranks) if zones is None else zones
+        layouts = [zone_layout(lengths, cluster, shape, room) or even_layout(lengths, ranks)]
     else:
-        attention = even_layout(lengths, ranks)
-    layout = tuple(sorted(attention, key=itemgetter(3, 0, 1)))  # by rank, sequence and start
-    linear = linear_layout(layout, cluster) if method == "zones" else layout
-    exchange = same_exchange(layout, lengths, "gather" if method in ("chunks", "gather") else "ring")
-    return SequencePlan(lengths, ranks, method, layout, linear, exchange, capacity)
+        layouts = [even_layout(lengths, ranks)]
+    shared: KVExchange = "gather" if method in ("chunks", "gather") else "ring"
+    plans = []
+    for shards in layouts:
+        layout = tuple(sorted(shards, key=itemgetter(3, 0, 1)))  # by rank, sequence and start
+        linear = linear_layout(layout, cluster) if method == "zones" else layout
+        exchange = same_exchange(layout, lengths, shared)
+        plans.append(SequencePlan(lengths, ranks, method, layout, linear, exchange, capacity))
+    return min(plans, key=lambda plan: step_cost(plan, cluster, shape).total) if len(plans) > 1 else plans[0]
 
 
 def checked_lengths(lengths: Sequence[int] | np.ndarray) -> tuple[int, ...]:

@@ -51,7 +51,7 @@ def test_documents_that_are_alike_stay_apart():
 
 
 def test_slow_links_between_nodes_keep_domains_narrow():
-    samples, fast = _samples("packed", LONG), Cluster.preset("h200-8x400g")
+    samples, fast = _samples("pretrain", LONG), Cluster.preset("h200-8x400g")
     slow = Cluster(**{**vars(fast), "nic_bandwidth": fast.nic_bandwidth / 100})
     assert _choice(samples, 2, 32, fast, micro_batches=4).domain == "data"
     assert _choice(samples, 2, 32, slow, micro_batches=4).domain == "context"

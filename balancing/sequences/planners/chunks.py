@@ -1,288 +1,326 @@
 """One layout with equal tokens and equal causal area on each rank, so that linear layers and attention share it.
 
 Zeppelin balances attention and tokens with two layouts and moves tokens between them. MagiAttention and DCP distribute
-chunks of fixed size until both are roughly equal. Here pieces are sized to fit. A token at position p costs p + 1
-query-key pairs. A rank that must hold t tokens and an area a therefore mixes late tokens, from the end of a long
-sequence, with early tokens (whole short sequences, or the beginning of a long one) in the proportion that gives both.
-The tokens left for the other ranks then have the right mean as well, so the last rank is balanced without further work.
+chunks of fixed size until both are roughly equal. Here pieces are sized to fit (`planners.dealing`), first over nodes,
+then over the ranks of each node.
 
-Traffic comes from ranks that need the keys before their pieces. Fewest ranks need the keys of the longest sequences if
-the ends of these sequences are mixed with the earliest tokens, so the longest sequence is mixed with the shortest. The
-pieces of a cut sequence go to consecutive ranks, which mostly share a node.
+Traffic over network cards follows from the distribution over nodes. A node receives the tokens that its pieces see on
+other nodes, and it sends each of its tokens to every node that needs it. In backward it sends and receives both, keys
+and gradients. The time is that of the fullest node, so several distributions are tried, and the one with the least
+exposed time is taken, up to 32 nodes:
+
+- Longest sequences first: the nodes in turn take the ends of the longest sequences. Their beginnings end up on few
+  nodes, which send them to all others.
+- Whole sequences first: each goes to the node that lacks most area. Only sequences shorter than a limit are cut, or
+  those that fit nowhere. Half a node's tokens are tried as the limit, then half of that, and so on.
+- Spread beginnings, from the first of these distributions: the beginning of a sequence that lies on several nodes is
+  distributed over all nodes so that they send and receive equally much. The sequence that the fullest node sends most
+  of comes first.
 """
 
-from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from math import inf, sqrt
+from operator import itemgetter
 
 from balancing.cluster import Cluster
-from balancing.sequences.sequence_plan import Shard
+from balancing.sequences.cost import exposed_seconds, hidden_seconds, token_bytes
+from balancing.sequences.load import TILE
+from balancing.sequences.planners.dealing import TOLERANCE, Piece, deal, joined, piece_area
+from balancing.sequences.sequence_plan import AttentionShape, Shard
 
 __all__ = ["balanced_chunks"]
 
-# Most relative error of a rank's area from cutting at a multiple of the chunk. Later ranks compensate for it.
-_TOLERANCE = 0.002
+_MOST_NODES = 32  # for which several distributions are tried; with more a plan would take longer than 100 ms
+_MOST_SPREADS = 12  # sequences whose beginning is spread, counted again if one is spread anew
+_BISECTIONS = 24  # of the tokens that every node sends and receives
 
-_Piece = tuple[int, int, int]  # sequence, start, stop
+_Nodes = list[list[Piece]]  # pieces of each node
+_Heads = dict[int, dict[int, int]]  # sequence -> node -> tokens of the sequence's beginning; the earliest node first
 
 
 def balanced_chunks(
     lengths: Sequence[int],
     quotas: Sequence[int],
     cluster: Cluster,
+    shape: AttentionShape,
     *,
     chunk: int,
-) -> list[Shard]:
-    """Shards with exactly quotas[rank] tokens on each rank, and areas in proportion to them.
+) -> list[list[Shard]]:
+    """Layouts with exactly quotas[rank] tokens on each rank, and areas in proportion to them.
+
+    The first has the longest sequences first. The second, if there is one, exposes less of the transfers between nodes;
+    its transfers inside nodes and its tiles may cost more.
 
     lengths: tokens of each sequence.
     quotas: tokens of each rank; their sum is that of the lengths.
     cluster: tokens are distributed over its nodes, then over the ranks of each node, so that few sequences lie on
         several nodes.
+    shape: the model, for the time of transfers.
     chunk: tokens. A rank takes a multiple of a chunk from the end of a sequence; if that misses the area, a multiple of
         half a chunk, and so on.
     """
     size = cluster.ranks_per_node
-    nodes = [range(first, min(first + size, len(quotas))) for first in range(0, len(quotas), size)]
-    whole = [(sequence, 0, length) for sequence, length in enumerate(lengths)]
-    by_node = _deal(whole, [sum(quotas[rank] for rank in node) for node in nodes], chunk)
-    shards = []
-    for node, pieces in zip(nodes, by_node, strict=True):
-        for rank, pieces_of_rank in zip(node, _deal(pieces, [quotas[rank] for rank in node], chunk), strict=True):
-            shards += [Shard(*piece, rank) for piece in pieces_of_rank]
-    return shards
+    ranks = [range(first, min(first + size, len(quotas))) for first in range(0, len(quotas), size)]
+    of_nodes = [sum(quotas[rank] for rank in node) for node in ranks]
+    first = deal([(sequence, 0, length) for sequence, length in enumerate(lengths)], of_nodes, chunk)
+    several = 1 < len(ranks) <= _MOST_NODES
+    by_node = _quickest(first, lengths, of_nodes, cluster, shape, chunk) if several else first
+    return [
+        [
+            Shard(*piece, rank)
+            for node, pieces in zip(ranks, distribution, strict=True)
+            for rank, own in zip(node, deal(pieces, [quotas[rank] for rank in node], chunk), strict=True)
+            for piece in own
+        ]
+        for distribution in ([first] if by_node is first else [first, by_node])
+    ]
 
 
-def _deal(pieces: Sequence[_Piece], quotas: Sequence[int], chunk: int) -> list[list[_Piece]]:
-    """Pieces of each bucket: quotas[i] tokens in bucket i, and the same share of the area as of the tokens.
+def _quickest(
+    first: _Nodes, lengths: Sequence[int], quotas: Sequence[int], cluster: Cluster, shape: AttentionShape, chunk: int
+) -> _Nodes:
+    """The distribution over nodes with the least exposed time; `first` if none has less."""
+    areas = [sum(map(piece_area, pieces)) for pieces in first]
+    most = (1 + 2 * TOLERANCE) * sum(areas) / len(areas)
+    token_seconds = token_bytes(shape) / (cluster.nic_bandwidth * cluster.nics_per_node)
+    compute = hidden_seconds(sum(areas) / cluster.world_size, cluster, shape)
 
-    A bucket's share of the area is computed from the area that is left, so later buckets compensate for the error of
-    earlier ones. The last bucket takes all that is left and has the mean area, up to its own rounding.
+    def exposed(nodes: _Nodes) -> float:
+        """Seconds in one layer that compute does not hide; infinite if areas are not even."""
+        if max(sum(map(piece_area, pieces)) for pieces in nodes) > most:
+            return inf
+        moved = _Crossing(nodes)
+        forward, backward = max(map(max, zip(moved.received, moved.sent, strict=True))), max(moved.both)
+        return exposed_seconds((forward * token_seconds, backward * token_seconds), compute, gathers=True)
+
+    whole = (_evened(nodes, most) for nodes in _whole_first(lengths, quotas, chunk))
+    tried = [(exposed(nodes), nodes) for nodes in (first, *whole)]
+    tried.append(_spread(*tried[0], lengths, quotas, chunk, exposed))
+    return min(tried, key=itemgetter(0))[1]
+
+
+def _whole_first(lengths: Sequence[int], quotas: Sequence[int], chunk: int) -> Iterator[_Nodes]:
+    """Distributions with whole sequences first, with one limit after another."""
+    order = sorted(range(len(lengths)), key=lambda sequence: (-lengths[sequence], sequence))
+    area = sum(piece_area((0, 0, length)) for length in lengths) / sum(quotas)  # of a mean token
+    limit, tried = max(quotas) // 2, 0
+    while limit >= chunk:
+        number = sum(length >= limit for length in lengths)  # of sequences that are not cut if they fit
+        if tried < number < len(lengths):
+            tried = number
+            yield _with_whole(order[:number], order[number:], lengths, quotas, area, chunk)
+        limit //= 2
+
+
+def _with_whole(
+    whole: Sequence[int],
+    short: Sequence[int],
+    lengths: Sequence[int],
+    quotas: Sequence[int],
+    area: float,
+    chunk: int,
+) -> _Nodes:
+    """Sequences `whole`, longest first, each on the node that lacks most area; nodes are filled up with the others.
+
+    A node's lack is the area that it would miss if it were filled up with `short` sequences of mean area.
+
+    area: query-key pairs of a mean token.
     """
-    pool = _Pool(pieces)
-    tokens, area = sum(quotas), sum(_area(start, stop) for _, start, stop in pieces)
-    dealt: list[list[_Piece]] = []
-    for quota in quotas:
-        filled = _joined(_fill(pool, quota, area * quota / tokens, chunk)) if quota else []
-        tokens -= quota
-        area -= sum(_area(start, stop) for _, start, stop in filled)
-        dealt.append(filled)
-    assert not pool.cut and pool.low == pool.high, "pieces are left over"
-    return dealt
+    rest = [(sequence, 0, lengths[sequence]) for sequence in short]
+    of_short = sum(map(piece_area, rest)) / sum(stop for _, _, stop in rest)
+    given: _Nodes = [[] for _ in quotas]
+    room, lack = list(quotas), [quota * (area - of_short) for quota in quotas]
+    for sequence in whole:
+        piece = sequence, 0, lengths[sequence]
+        adds = piece_area(piece) - lengths[sequence] * of_short
+        fitting = [node for node in range(len(quotas)) if room[node] >= lengths[sequence] and lack[node] >= adds]
+        if not fitting:
+            rest.append(piece)
+            continue
+        node = max(fitting, key=lambda node: (lack[node], -node))
+        given[node].append(piece)
+        room[node] -= lengths[sequence]
+        lack[node] -= adds
+    # Nodes whose lack is farthest from none first, as long as there is a choice of sequences.
+    order = sorted(range(len(quotas)), key=lambda node: -abs(lack[node]))
+    dealt = deal(rest, [quotas[node] for node in order], chunk, [given[node] for node in order])
+    return [pieces for _, pieces in sorted(zip(order, dealt, strict=True))]
 
 
-def _joined(pieces: list[_Piece]) -> list[_Piece]:
-    """The pieces sorted by sequence and start, adjacent ones merged."""
-    found: list[_Piece] = []
-    for sequence, start, stop in sorted(pieces):
-        if found and found[-1][0] == sequence and found[-1][2] == start:
-            found[-1] = sequence, found[-1][1], stop
+def _evened(nodes: _Nodes, most: float) -> _Nodes:
+    """The distribution with no node over an area of `most`, if a few exchanges of tokens bring that about.
+
+    The fullest node gives the end of a piece for as many tokens from the beginning of a piece on the emptiest one. With
+    pieces that end at e and begin at b, t tokens take t (e - b - t) from its area.
+    """
+    nodes, areas = nodes[:], [sum(map(piece_area, pieces)) for pieces in nodes]
+    mean = sum(areas) / len(areas)
+    for _ in nodes:
+        full, empty = areas.index(max(areas)), areas.index(min(areas))
+        if areas[full] <= most:
+            break
+        excess = min(areas[full] - mean, mean - areas[empty])
+        early = min(nodes[empty], key=lambda piece: (piece[1], -piece[2], piece[0]))
+        for late in sorted(nodes[full], key=lambda piece: piece[::-1]):
+            reach = late[2] - early[1]
+            if late[0] == early[0] or reach**2 < 4 * excess:
+                continue
+            tokens = round((reach - sqrt(reach**2 - 4 * excess)) / 2)
+            if 0 < tokens < min(late[2] - late[1], early[2] - early[1]):
+                break
         else:
-            found.append((sequence, start, stop))
+            break
+        (to_empty, start, stop), (to_full, first, last) = late, early
+        kept = [piece for piece in nodes[full] if piece != late], [piece for piece in nodes[empty] if piece != early]
+        nodes[full] = joined([*kept[0], (to_empty, start, stop - tokens), (to_full, first, first + tokens)])
+        nodes[empty] = joined([*kept[1], (to_full, first + tokens, last), (to_empty, stop - tokens, stop)])
+        areas[full] -= tokens * (reach - tokens)
+        areas[empty] += tokens * (reach - tokens)
+    return nodes
+
+
+class _Crossing:
+    """Tokens whose keys cross nodes in one layer, forward, each once to a node that needs it.
+
+    received, sent: tokens of each node. both: their sum, of keys and gradients in backward.
+    sent_of: [node], sequence -> tokens that the node sends.
+    holders: of each sequence on several nodes, (start, stop, node) by position.
+    last: of these sequences, node -> its last piece.
+    """
+
+    def __init__(self, nodes: _Nodes) -> None:
+        pieces: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
+        for node, of_node in enumerate(nodes):
+            for sequence, start, stop in of_node:
+                pieces[sequence].append((start, stop, node))
+        self.received, self.sent = [0] * len(nodes), [0] * len(nodes)
+        self.sent_of: list[dict[int, int]] = [defaultdict(int) for _ in nodes]
+        self.holders = {
+            sequence: sorted(held)
+            for sequence, held in pieces.items()
+            if len(held) > 1 and any(node != held[0][2] for _, _, node in held)
+        }
+        self.last = {
+            sequence: {node: (start, stop) for start, stop, node in held} for sequence, held in self.holders.items()
+        }
+        for sequence, held in self.holders.items():
+            for start, stop, node in held:
+                for other in self.needers(sequence, start, node):
+                    self.received[other] += stop - start
+                    self.sent[node] += stop - start
+                    self.sent_of[node][sequence] += stop - start
+        self.both = [sum(ends) for ends in zip(self.received, self.sent, strict=True)]
+
+    def needers(self, sequence: int, start: int, node: int) -> list[int]:
+        """Nodes other than `node` with a later piece of the sequence than the one that begins at `start`."""
+        return [other for other, (begin, _) in self.last[sequence].items() if other != node and begin > start]
+
+
+def _spread(
+    least: float,
+    best: _Nodes,
+    lengths: Sequence[int],
+    quotas: Sequence[int],
+    chunk: int,
+    exposed: Callable[[_Nodes], float],
+) -> tuple[float, _Nodes]:
+    """The distribution with beginnings of sequences spread, as long as that exposes less, and the seconds exposed.
+
+    least, best: of longest sequences first.
+    exposed: seconds of a distribution.
+    """
+    heads, moved = _Heads(), _Crossing(best)
+    tried: set[int] = set()
+    for _ in range(_MOST_SPREADS):
+        busy = [most + max(ends) for most, *ends in zip(moved.both, moved.received, moved.sent, strict=True)]
+        fullest = busy.index(max(busy))
+        sequences = [sequence for sequence, last in moved.last.items() if fullest in last and sequence not in tried]
+        if not sequences:
+            break
+        # Ties are broken by where a sequence lies, not by its number, so that the order of the batch does not matter.
+        sequence = max(sequences, key=lambda one: (moved.sent_of[fullest][one], moved.holders[one]))
+        tried.add(sequence)
+        now, even = _head(sequence, moved), _even_head(sequence, moved, best)
+        half = {node: (tokens + now[node]) // (2 * TILE) * TILE for node, tokens in even.items()}
+        for head in (even, half):
+            spread = heads | {sequence: head}
+            dealt = _with_heads(spread, lengths, quotas, chunk)
+            if dealt is not None and (found := exposed(dealt)) < least:
+                best, least, heads, moved = dealt, found, spread, _Crossing(dealt)
+                tried.clear()
+                break
+    return least, best
+
+
+def _head(sequence: int, moved: _Crossing) -> dict[int, int]:
+    """Tokens of the sequence's beginning on each node but the keeper."""
+    keeper, end = _keeper(sequence, moved)
+    found: dict[int, int] = defaultdict(int)
+    for start, stop, node in moved.holders[sequence]:
+        if start < end and node != keeper:
+            found[node] += min(stop, end) - start
     return found
 
 
-@dataclass(eq=False)
-class _Rest:
-    """Tokens [start, stop) of one sequence that no bucket has yet. Buckets take from both ends."""
-
-    sequence: int
-    start: int
-    stop: int
-
-    @property
-    def tokens(self) -> int:
-        return self.stop - self.start
-
-    @property
-    def area(self) -> int:
-        return _area(self.start, self.stop)
-
-    def first(self, tokens: int) -> int:
-        """Area of the first `tokens` tokens."""
-        return _area(self.start, self.start + tokens)
-
-    def last(self, tokens: int) -> int:
-        """Area of the last `tokens` tokens."""
-        return _area(self.stop - tokens, self.stop)
-
-    def price(self, tokens: int) -> int:
-        """Twice the mean area of the first `tokens` tokens, less a constant; for comparisons."""
-        return 2 * self.start + min(tokens, self.tokens)
-
-    def worth(self, tokens: int) -> int:
-        """As `price`, of the last `tokens` tokens."""
-        return 2 * self.stop - min(tokens, self.tokens)
-
-    def take(self, first: int, last: int) -> list[_Piece]:
-        """Remove the first `first` and the last `last` tokens and return them as pieces."""
-        start, stop = self.start, self.stop
-        self.start, self.stop = start + first, stop - last
-        pieces = ((self.sequence, start, self.start), (self.sequence, self.stop, stop))
-        return [piece for piece in pieces if piece[1] < piece[2]]
+def _keeper(sequence: int, moved: _Crossing) -> tuple[int, int]:
+    """The node whose last token of the sequence is the earliest, and the end of the beginning, after this token."""
+    keeper, (_, end) = min(moved.last[sequence].items(), key=lambda item: item[1])
+    return keeper, end
 
 
-class _Pool:
-    """Tokens that no bucket has yet.
+def _even_head(sequence: int, moved: _Crossing, nodes: _Nodes) -> dict[int, int]:
+    """Tokens of the sequence's beginning for each node but the keeper, so that all nodes send and receive equally much.
 
-    order[low:high]: whole sequences, or pieces that begin at token 0, shortest first.
-    cut: the other pieces, and rests of sequences that buckets have taken from.
+    Every node with a part of the sequence needs the beginning. With n such nodes a token of the beginning is sent n - 1
+    times by one of them, which itself receives one token less, and n times by another node.
     """
-
-    def __init__(self, pieces: Sequence[_Piece]) -> None:
-        whole = sorted((stop, sequence) for sequence, start, stop in pieces if not start)
-        self.order = [sequence for _, sequence in whole]
-        self.lengths = [length for length, _ in whole]
-        self.tokens_to = [0, *accumulate(self.lengths)]
-        self.area_to = [0, *accumulate(_area(0, length) for length in self.lengths)]
-        self.low, self.high = 0, len(whole)
-        self.cut = [_Rest(*piece) for piece in pieces if piece[1]]
-
-    def shortest(self) -> _Rest:
-        """Move the shortest whole sequence to `cut` and return it."""
-        self.low += 1
-        return self._opened(self.low - 1)
-
-    def longest(self) -> _Rest:
-        """Move the longest whole sequence to `cut` and return it."""
-        self.high -= 1
-        return self._opened(self.high)
-
-    def latest(self, tokens: int, area: float) -> _Rest:
-        """The cut sequence whose last `tokens` tokens have most area.
-
-        The longest whole sequence instead if it ends later and the cut sequence, filled up to `tokens` tokens from
-        another sequence, has less than `area`.
-        """
-        rest = max(self.cut, key=lambda rest: rest.worth(tokens), default=None)
-        if self.low == self.high:
-            assert rest is not None, "the pool is empty before the last bucket is full"
-            return rest
-        longest = self.lengths[self.high - 1]
-        if rest is None:
-            return self.longest()
-        if longest <= rest.stop:
-            return rest
-        missing = max(0, tokens - rest.tokens)
-        others = [other.last(missing) for other in self.cut if other is not rest and other.tokens >= missing]
-        more = max([_area(longest - missing, longest) if missing <= longest else area, *others])
-        return self.longest() if rest.last(tokens - missing) + more < area else rest
-
-    def earliest(self, but: _Rest, tokens: int, area: float) -> _Rest | None:
-        """The cut sequence other than `but` whose first `tokens` tokens have least area.
-
-        The shortest whole sequence instead if that area is too large.
-        """
-        rest = min((rest for rest in self.cut if rest is not but), key=lambda rest: rest.price(tokens), default=None)
-        if rest is not None:
-            taken = min(tokens, rest.tokens)
-            if area - rest.first(taken) >= self.least_area(tokens - taken, rest):
-                return rest
-        return self.shortest() if self.low < self.high else rest
-
-    def least_area(self, tokens: int, but: _Rest) -> float:
-        """The least area of `tokens` tokens outside of `but`: of the beginning of one cut sequence, or of whole
-        sequences, shortest first, and the beginning of the next one."""
-        most = self.tokens_to[self.low] + tokens
-        end = min(bisect_right(self.tokens_to, most) - 1, self.high)
-        area, missing = self.area_to[end] - self.area_to[self.low], most - self.tokens_to[end]
-        if end < self.high:
-            area, missing = area + _area(0, missing), 0
-        for rest in sorted((rest for rest in self.cut if rest is not but), key=lambda rest: rest.price(tokens)):
-            if rest.tokens >= tokens:
-                area = min(area, rest.first(tokens)) if not missing else area
-            if missing:
-                taken = min(missing, rest.tokens)
-                area, missing = area + rest.first(taken), missing - taken
-        return area
-
-    def take_shortest(self, late: _Rest, tokens: int, area: float) -> list[_Piece]:
-        """Whole sequences, shortest first, as long as the end of `late` can still provide the missing area."""
-        taken: list[_Piece] = []
-        while self.low < self.high:
-            length = self.lengths[self.low]
-            tokens, area = tokens - length, area - _area(0, length)
-            if tokens < 0 or (tokens <= late.tokens and late.last(tokens) < area):
-                break
-            taken.append((self.order[self.low], 0, length))
-            self.low += 1
-        return taken
-
-    def drop(self, rest: _Rest) -> None:
-        if not rest.tokens:
-            self.cut.remove(rest)
-
-    def _opened(self, at: int) -> _Rest:
-        rest = _Rest(self.order[at], 0, self.lengths[at])
-        self.cut.append(rest)
-        return rest
+    last, (keeper, end) = moved.last[sequence], _keeper(sequence, moved)
+    number = len(last)
+    # Tokens sent and received if the keeper had all of the beginning, but for what it sends of it; and the room of each
+    # node: tokens of sequences that are not cut, and of the beginning.
+    busy, room = [float(tokens) for tokens in moved.both], [0] * len(nodes)
+    for node, pieces in enumerate(nodes):
+        room[node] = sum(stop - start for own, start, stop in pieces if own not in last and own not in moved.holders)
+    for start, stop, node in moved.holders[sequence]:
+        early = max(0, min(stop, end) - start)
+        room[node] += early
+        busy[node] += early * ((node in last and node != keeper) - len(moved.needers(sequence, start, node)))
+        if node != keeper and start < last[keeper][0]:
+            busy[keeper] -= early
+    others = sorted((node for node in range(len(nodes)) if node != keeper), key=lambda node: (node not in last, node))
+    if number == 2:  # the sum of both ends is the same; half of the beginning evens out forward
+        head = {others[0]: min(end / 2, room[others[0]])}
+    else:
+        low, high = 0.0, busy[keeper] + (number - 1) * end
+        for _ in range(_BISECTIONS):
+            level = (low + high) / 2
+            head = {
+                node: min(max(0.0, level - busy[node]) / (number - 2 if node in last else number), room[node])
+                for node in others
+            }
+            away = sum(head.values())
+            if busy[keeper] + (number - 1) * (end - away) + away > level:
+                low = level
+            else:
+                high = level
+    left, found = end, {}
+    for node in others:
+        found[node] = min(int(head.get(node, 0)) // TILE * TILE, left)
+        left -= found[node]
+    return found
 
 
-def _fill(pool: _Pool, tokens: int, area: float, chunk: int) -> list[_Piece]:
-    """Pieces of one bucket with `tokens` tokens and about `area` query-key pairs, taken out of the pool.
-
-    Invariant: the tokens and the area that the bucket still misses can both be met. As many of the earliest tokens of
-    the pool have at most the missing area (`least_area`), and as many of its latest tokens, the end of `late`, have at
-    least that. The invariant holds at the beginning, since the bucket and the pool have the same mean. Each case keeps
-    it; the first that applies is taken:
-
-    - all of `late`, if the rest can be filled with early tokens of little enough area;
-    - short whole sequences, as long as the end of `late` provides the area that they lack;
-    - the beginning and the end of `late`, in the proportion that gives the area: the bucket is full;
-    - the beginning of `early` and the end of `late`, in the proportion that gives the area: the bucket is full;
-    - all of `early`, if it has too few tokens or too little area for the case before.
-
-    If only `late` is left, the bucket gets its beginning.
-    """
-    filled: list[_Piece] = []
-    tolerance = _TOLERANCE * area
-    while tokens:
-        late = pool.latest(tokens, area)
-        early: _Rest | None = None
-        if late.tokens <= tokens and area - late.area >= pool.least_area(tokens - late.tokens, late):
-            taken = late.take(0, late.tokens)
-        elif short := pool.take_shortest(late, tokens, area):
-            taken = short
-        elif late.tokens >= tokens and late.first(tokens) <= area:
-            taken = late.take(*_ends(late, late, tokens, area, chunk, tolerance))
-        elif (early := pool.earliest(late, tokens, area)) is None:
-            taken = late.take(min(tokens, late.tokens), 0)
-        elif _suffice(early, late, tokens, area):
-            first, last = _ends(early, late, tokens, area, chunk, tolerance)
-            taken = early.take(first, 0) + late.take(0, last)
-        else:
-            taken = early.take(early.tokens, 0)
-        for rest in (early, late):
-            if rest is not None:
-                pool.drop(rest)
-        for _, start, stop in taken:
-            tokens, area = tokens - (stop - start), area - _area(start, stop)
-        filled += taken
-    return filled
-
-
-def _suffice(early: _Rest, late: _Rest, tokens: int, area: float) -> bool:
-    """Whether the beginning of `early` and the end of `late` can give `tokens` tokens together within `area`."""
-    missing = max(0, tokens - early.tokens)  # if all of `early` is taken
-    return missing <= late.tokens and (not missing or late.last(missing) + early.area <= area)
-
-
-def _ends(early: _Rest, late: _Rest, tokens: int, area: float, chunk: int, tolerance: float) -> tuple[int, int]:
-    """Tokens to take from the beginning of `early` and from the end of `late`: together `tokens` of about `area`."""
-    least, most = (0 if early is late else max(0, tokens - early.tokens)), min(tokens, late.tokens)
-    # The area is linear in the tokens from the end: one more from the end and one less from the beginning adds `step`.
-    step = late.stop - early.start - tokens
-    exact = (area - early.first(tokens)) / step if step > 0 else least
-    exact = min(max(exact, least), most)
-    while chunk > 1:
-        last = round(exact / chunk) * chunk
-        if least <= last <= most and abs(last - exact) * step <= tolerance:
-            return tokens - last, last
-        chunk //= 2
-    return tokens - round(exact), round(exact)
-
-
-def _area(start: int, stop: int) -> int:
-    """Query-key pairs of tokens [start, stop) of a sequence."""
-    return (stop * (stop + 1) - start * (start + 1)) // 2
+def _with_heads(heads: _Heads, lengths: Sequence[int], quotas: Sequence[int], chunk: int) -> _Nodes | None:
+    """Longest sequences first, where nodes have the given beginnings already; None if these do not fit."""
+    given: _Nodes = [[] for _ in quotas]
+    starts = [0] * len(lengths)
+    for sequence, head in heads.items():
+        for node, tokens in head.items():
+            if tokens:
+                given[node].append((sequence, starts[sequence], starts[sequence] + tokens))
+                starts[sequence] += tokens
+    if any(sum(stop - start for _, start, stop in own) > quota for own, quota in zip(given, quotas, strict=True)):
+        return None
+    rest = [(sequence, start, length) for sequence, (start, length) in enumerate(zip(starts, lengths, strict=True))]
+    return deal([piece for piece in rest if piece[1] < piece[2]], quotas, chunk, given)
