@@ -148,10 +148,9 @@ class QuotaPlanner:
         """
         assert self.shape is not None
         filled = fill_slots(plan.slot_expert, load.sum(0), self.home, self.per_node)
-        slots, machine = np.stack([plan.slot_expert, filled, spread]), (self.cluster, self.shape, self.window)
-        costs = [CostEstimate(each, self.home, *machine)(slots).total for each in drifted_loads(load, self.drift)]
-        least = int(np.sum(costs, axis=0).argmin())
-        return self.placement(slots[least]) if least else plan
+        plans = [plan, self.placement(filled), self.placement(spread)]
+        costs = [_Costs(self, each, self.shape).of(plans) for each in drifted_loads(load, self.drift)]
+        return plans[np.sum(costs, axis=0).argmin()]
 
     def _spread(self, total: np.ndarray, picks: np.ndarray) -> np.ndarray:
         sizes = self.ranks, self.slots
