@@ -20,7 +20,7 @@ from typing import Any
 from tests.gpu.mps import private_mps
 from tests.support.patience import PATIENCE
 from tests.support.pool import REPOSITORY, Pool, single_threaded
-from tests.support.pool_server import GRACE_SECONDS, Job, output_file
+from tests.support.pool_server import Job, output_file
 
 __all__ = ["OnCpu", "OnGpus", "sharing"]
 
@@ -113,7 +113,7 @@ class OnGpus(Pool):
                             stderr=output,
                         )
                     )
-            return dict(_ended(ranks, time.monotonic() + job.timeout))
+            return dict(_ended(ranks, time.monotonic() + job.timeout, job.grace))
         finally:
             for process in ranks:
                 process.kill()
@@ -124,10 +124,11 @@ class OnGpus(Pool):
         self._mps_environment = None
 
 
-def _ended(ranks: list[subprocess.Popen], deadline: float) -> Iterator[tuple[int, int]]:
+def _ended(ranks: list[subprocess.Popen], deadline: float, grace: float) -> Iterator[tuple[int, int]]:
     """(rank, exit code) of those that end before the deadline; after one failed, the others may say why they did."""
-    running = dict(enumerate(ranks))
-    while running and time.monotonic() < deadline:
+    running, is_over = dict(enumerate(ranks)), False
+    while running and not is_over:
+        is_over = time.monotonic() >= deadline  # before the look, so that the last one is after the deadline
         for rank, process in list(running.items()):
             code = process.poll()
             if code is None:
@@ -135,5 +136,5 @@ def _ended(ranks: list[subprocess.Popen], deadline: float) -> Iterator[tuple[int
             del running[rank]
             yield rank, code
             if code:
-                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+                deadline = min(deadline, time.monotonic() + grace)
         time.sleep(0.05)

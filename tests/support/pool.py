@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.patience import PATIENCE
-from tests.support.pool_server import Job, Outcome, output_file, result_file
+from tests.support.pool_server import GRACE_SECONDS, Job, Outcome, output_file, result_file
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MAX_WORLD_SIZE = 8
@@ -59,13 +59,22 @@ class Pool:
         self.output: list[str] = []  # what each rank of the last job printed
 
     def run(
-        self, world_size: int, function: Callable, *args: Any, timeout: float = PATIENCE, **kwargs: Any
+        self,
+        world_size: int,
+        function: Callable,
+        *args: Any,
+        timeout: float = PATIENCE,
+        grace: float = GRACE_SECONDS,
+        **kwargs: Any,
     ) -> list[Any]:
         """Call a module-level function on `world_size` ranks at once. Returns their results in the order of ranks.
 
         The ranks find RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in their environment. The exception of
         the rank that failed first is raised here, with the rank, its traceback and its output as a note; Hang is
         raised when the job takes longer than `timeout` seconds.
+
+        grace: seconds that the other ranks have to end by themselves after one has failed. What a test expects of them
+            needs PATIENCE.
         """
         assert 1 <= world_size <= MAX_WORLD_SIZE, f"a world of {world_size} ranks; use 1 to {MAX_WORLD_SIZE}"
         environment = {
@@ -77,7 +86,7 @@ class Pool:
         }
         folder = Path(tempfile.mkdtemp(prefix="pool-"))
         try:
-            job = Job(pickle.dumps((function, args, kwargs)), world_size, environment, folder, timeout)
+            job = Job(pickle.dumps((function, args, kwargs)), world_size, environment, folder, timeout, grace)
             ended = self._ask(job)
             self.output = [_read(output_file(folder, rank)) for rank in range(world_size)]
             outcomes = {

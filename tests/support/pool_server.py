@@ -28,6 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.support.patience import PATIENCE
+
 # Imported on the way through a training run and a checkpoint: paid once here instead of in every rank.
 PRELOAD = (
     "numpy.ma",
@@ -54,7 +56,7 @@ PRELOAD = (
     "megatron.balanced.trainer.patches",
     "megatron.balanced.trainer.train",
 )
-GRACE_SECONDS = 3.0  # after one rank failed, the others may say why they did
+GRACE_SECONDS = 3.0  # after one rank failed, the others may say why they did; they may also wait for it for ever
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class Job:
     environment: dict[str, str]
     folder: Path
     timeout: float  # seconds
+    grace: float = GRACE_SECONDS  # seconds for the other ranks to end after one has failed
 
 
 @dataclass(frozen=True)
@@ -133,16 +136,18 @@ def _run_rank(job: Job, rank: int, server: int) -> None:
     os._exit(0 if outcome.report is None else 1)
 
 
-def _signal(pid: int, number: int) -> None:
-    """To a rank and what it started, such as data loader workers."""
-    for kill in (os.kill, os.killpg):
-        with contextlib.suppress(ProcessLookupError):
-            kill(pid, number)
-
-
 def _end(pids: list[int]) -> None:
+    """Kill ranks and what they started, such as data loader workers. None of `pids` may be waited for before."""
     for pid in pids:
-        _signal(pid, signal.SIGKILL)
+        for kill in (os.kill, os.killpg):
+            with contextlib.suppress(ProcessLookupError):
+                kill(pid, signal.SIGKILL)
+
+
+def _status(pid: int) -> int | None:
+    """The exit status of a child that has ended, else None. It keeps its process id until it is waited for."""
+    found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    return None if found is None else found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
 
 
 def _start_store(server: int) -> tuple[int, int]:
@@ -181,21 +186,21 @@ def _run(job: Job, server: int) -> dict[int, int]:
         if pid == 0:
             _run_rank(job, rank, server)
         ranks[pid] = rank
-    started, ended = list(ranks), {}
+    ended: dict[int, int] = {}
     deadline = time.monotonic() + job.timeout
-    while ranks and time.monotonic() < deadline:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid in ranks:
-            code = os.waitstatus_to_exitcode(status)
-            ended[ranks.pop(pid)] = code
-            if code:
-                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
-        if pid == 0 and select.select([sys.stdin], [], [], 0.01)[0]:
-            break  # nothing is sent while a job runs: the test run went away
-    _end([*started, *others])
+    while True:
+        is_over = time.monotonic() >= deadline  # before the look, so that the last one is after the deadline
+        for pid, rank in ranks.items():
+            if rank not in ended and (code := _status(pid)) is not None:
+                ended[rank] = code
+                if code:
+                    deadline = min(deadline, time.monotonic() + job.grace)
+        # Nothing is sent while a job runs: if there is something to read, the test run went away.
+        if is_over or len(ended) == len(ranks) or select.select([sys.stdin], [], [], 0.01)[0]:
+            break
+    _end([*ranks, *others])
     for pid in (*ranks, *others):
-        with contextlib.suppress(ChildProcessError):  # it ended before
-            os.waitpid(pid, 0)
+        os.waitpid(pid, 0)
     return ended
 
 
@@ -240,6 +245,17 @@ def shrink_mock_data() -> None:
     MockGPTLowLevelDataset.size = 2000
 
 
+def _be_patient() -> None:
+    """Have ranks wait as long for the job's store, and for others that fail as well, as tests do. What never comes, as
+    where one rank fails alone, needs a test that sets less."""
+    from megatron.balanced.trainer import rendezvous
+    from megatron.balanced.trainer.watchdog import failure
+
+    rendezvous._CONNECT_SECONDS = rendezvous._STORE_SECONDS = PATIENCE
+    failure._START_SECONDS = failure._PATIENCE_SECONDS = failure._LINGER_SECONDS = PATIENCE
+    failure._MOST_SECONDS = 2 * PATIENCE
+
+
 def _preload(before: list[str]) -> None:
     from megatron.balanced.cpu.device import use_cpu
 
@@ -251,6 +267,7 @@ def _preload(before: list[str]) -> None:
         for module in PRELOAD:
             importlib.import_module(module)
     _look_up_once()
+    _be_patient()
     shrink_mock_data()
     gc.collect()
     gc.freeze()  # or a collection in a rank would copy every page of this process
