@@ -8,12 +8,15 @@ A killed run leaves the file behind. A new run takes it over, so nothing has to 
 the new run checks whether the process still exists with the same start time. From another machine only the modification
 time shows whether the old run lives, so the new run first watches the file for `PATIENCE_SECONDS`.
 
+Of several runs that find the same dead one, the one that first creates a lock for taking over takes the folder.
+
 The locks of file systems are not used, since they hang on some network mounts. A hard link creates the file and a
 rename replaces it, because the server of a network mount does both atomically. Each check opens the file, because the
 client of a network mount asks the server only then.
 """
 
 import contextlib
+import hashlib
 import json
 import os
 import socket
@@ -31,7 +34,6 @@ __all__ = ["NAME", "one_run"]
 NAME = ".balance-lock"
 BEAT_SECONDS = 5.0
 PATIENCE_SECONDS = 30.0
-_SETTLE_SECONDS = 1.0  # after this wait, two runs that take over at once see which of them wrote last
 
 
 @contextlib.contextmanager
@@ -75,19 +77,27 @@ def _take(what: str, path: Path, own: dict[str, Any]) -> None:
     text = json.dumps(own)
     if create_text(path, text):
         return
+    left = _text(path)
     if _lives(path, own):
-        raise ValueError(f"{what} is in use by {_named(path)}; name another folder, or end that run")
+        raise ValueError(f"{what} is in use by {_named(left)}; name another folder, or end that run")
+    # Only the run that holds a lock for exactly this content may replace it. So of two that take over at once, one that
+    # comes late finds another content.
+    ticket = path.with_name(f"{path.name}-{hashlib.sha256(left.encode()).hexdigest()[:16]}")
+    _take(what, ticket, own)
     try:
-        write_text(path, text)
-    except ValueError:  # the file cannot be written, for instance on a full disk
-        return
-    time.sleep(_SETTLE_SECONDS)
-    if _holder(path) != own:
-        raise ValueError(f"{what} was just taken by {_named(path)}; name another folder, or end that run")
+        if create_text(path, text):  # it was removed meanwhile
+            return
+        if (now := _text(path)) != left:
+            raise ValueError(f"{what} was just taken by {_named(now)}; name another folder, or end that run")
+        with contextlib.suppress(ValueError):  # for instance on a full disk
+            write_text(path, text)
+    finally:
+        with contextlib.suppress(OSError):
+            ticket.unlink()
 
 
-def _named(path: Path) -> str:
-    holder = _holder(path)
+def _named(text: str) -> str:
+    holder = _parsed(text)
     job = f", Slurm job {holder['job']}" if holder.get("job") else ""
     return f"process {holder.get('pid', '?')} on {holder.get('host', '?')}{job}, since {holder.get('since', '?')}"
 
@@ -99,16 +109,19 @@ def _lives(path: Path, own: dict[str, Any]) -> bool:
         return holder.get("pid") != own["pid"] and is_alive(holder.get("pid"), holder.get("started"))
     if (before := _touched(path)) is None:
         return False
+    named = _named(_text(path))
     print(
-        f"> {path} was left by {_named(path)}; waiting up to {PATIENCE_SECONDS:.0f} s to see whether it still runs",
+        f"> {path} was left by {named}; waiting up to {PATIENCE_SECONDS:.0f} s to see whether it still runs",
         flush=True,
     )
     deadline = time.monotonic() + PATIENCE_SECONDS
-    while time.monotonic() < deadline:
-        time.sleep(0.2)
+    while True:
+        is_over = time.monotonic() >= deadline  # before the look: this process may have stood still
         if (now := _touched(path)) != before:
             return now is not None
-    return False
+        if is_over:
+            return False
+        time.sleep(0.2)
 
 
 def _beat(path: Path, over: threading.Event) -> None:
@@ -119,11 +132,23 @@ def _beat(path: Path, over: threading.Event) -> None:
 
 def _holder(path: Path) -> dict[str, Any]:
     """The contents of the lock file; empty if it cannot be read, for instance while it is being written."""
+    return _parsed(_text(path))
+
+
+def _parsed(text: str) -> dict[str, Any]:
     try:
-        holder = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        holder = json.loads(text)
+    except ValueError:
         return {}
     return holder if isinstance(holder, dict) else {}
+
+
+def _text(path: Path) -> str:
+    """The text of the lock file; empty if it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
 
 
 def _touched(path: Path) -> int | None:

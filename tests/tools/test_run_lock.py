@@ -9,6 +9,7 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from balancing import run_lock
@@ -49,9 +50,9 @@ def test_training_in_a_folder_that_another_run_has_is_refused(holder, tmp_path):
 
 @pytest.fixture
 def quick(monkeypatch):
+    """A run watches the lock of a dead one for a short time. A living one, which may stand still, needs PATIENCE."""
     monkeypatch.setattr(run_lock, "BEAT_SECONDS", 0.05)
     monkeypatch.setattr(run_lock, "PATIENCE_SECONDS", 2.0)
-    monkeypatch.setattr(run_lock, "_SETTLE_SECONDS", 0.1)
 
 
 def elsewhere(folder: Path) -> None:
@@ -95,7 +96,8 @@ def test_a_requeue_on_another_machine_waits_and_goes_on(tmp_path, quick, capsys)
     assert "left by process" in capsys.readouterr().out
 
 
-def test_a_run_that_lives_on_another_machine_is_seen_by_its_touches(tmp_path, quick):
+def test_a_run_that_lives_on_another_machine_is_seen_by_its_touches(tmp_path, quick, monkeypatch):
+    monkeypatch.setattr(run_lock, "PATIENCE_SECONDS", PATIENCE)
     with one_run("--save", tmp_path):
         elsewhere(tmp_path)  # the thread of this process goes on touching it
         says = r"in use by process \d+ on node7, Slurm job 123"
@@ -115,12 +117,18 @@ def other_machine(tmp_path):
         yield process
 
 
-def test_a_run_of_another_machine_keeps_its_folder_until_it_dies(other_machine, tmp_path, quick, capsys):
+def test_a_run_of_another_machine_keeps_its_folder_until_it_dies(other_machine, tmp_path, quick, capsys, monkeypatch):
     says = f"--save {tmp_path}/run is in use by process 1 on node7, Slurm job 123, since"
-    with pytest.raises(ValueError, match=says), one_run("--save", tmp_path / "run"):
-        pass
+    with monkeypatch.context() as patient:
+        patient.setattr(run_lock, "PATIENCE_SECONDS", PATIENCE)
+        with pytest.raises(ValueError, match=says), one_run("--save", tmp_path / "run"):
+            pass
+    holder = psutil.Process(other_machine.pid).children()
     other_machine.kill()
     other_machine.wait(PATIENCE)
+    assert (
+        psutil.wait_procs(holder, PATIENCE)[1] == []
+    )  # it is killed with the other, and may touch the lock until then
     capsys.readouterr()
     with one_run("--save", tmp_path / "run"):
         assert json.loads((tmp_path / "run" / NAME).read_text())["pid"] == os.getpid()
@@ -158,23 +166,54 @@ def test_a_folder_that_takes_no_file_has_no_lock(tmp_path):
         pass
 
 
-def test_of_two_that_take_over_at_once_one_goes_on(tmp_path, quick, monkeypatch):
+@pytest.mark.parametrize("late", ["", "1", "2"])
+def test_of_two_that_take_over_at_once_one_goes_on(tmp_path, quick, monkeypatch, late):
+    """Also where one of them stands still when it has seen that the old one is dead."""
     (tmp_path / NAME).write_text(json.dumps({"space": process_space(), "pid": 2**30, "started": "1"}))
     held: list[str] = []
-    both = threading.Barrier(2)
-    wait = run_lock._lives
-    monkeypatch.setattr(run_lock, "_lives", lambda *given: (wait(*given), both.wait(PATIENCE))[0])
+    both, first_has_ended = threading.Barrier(2), threading.Event()
+    lives = run_lock._lives
+
+    def lives_and_waits(path: Path, own: dict) -> bool:
+        found = lives(path, own)
+        if path.name == NAME:
+            both.wait(PATIENCE)
+            if own["pid"] == late:
+                assert first_has_ended.wait(PATIENCE)
+        return found
+
+    monkeypatch.setattr(run_lock, "_lives", lives_and_waits)
+    monkeypatch.setattr(run_lock, "is_alive", lambda pid, started: pid in ("1", "2"))
 
     def run(name: str) -> None:
         try:
             run_lock._take("--save x", tmp_path / NAME, {"space": process_space(), "pid": name})
             held.append(name)
         except ValueError as error:
-            assert "was just taken by process" in str(error)
+            refused.append(str(error))
+        if name != late:
+            first_has_ended.set()
 
+    refused: list[str] = []
     threads = [threading.Thread(target=run, args=(name,)) for name in ("1", "2")]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(PATIENCE)
-    assert len(held) == 1
+    (holder,), (line,) = held, refused
+    assert holder != late and "--save x " in line and f"by process {holder} " in line
+    assert json.loads((tmp_path / NAME).read_text())["pid"] == holder and os.listdir(tmp_path) == [NAME]
+
+
+def test_a_run_that_was_killed_while_it_took_over_is_in_nobodys_way(tmp_path, quick, monkeypatch):
+    dead = json.dumps({"space": process_space(), "pid": 2**30, "started": "1"})
+    (tmp_path / NAME).write_text(dead)
+    with monkeypatch.context() as patched:
+        patched.setattr(run_lock, "_text", lambda path: dead)
+        patched.setattr(run_lock, "write_text", lambda *unused: (_ for _ in ()).throw(KeyboardInterrupt))
+        patched.setattr(Path, "unlink", lambda *unused: None)
+        with pytest.raises(KeyboardInterrupt):
+            run_lock._take("--save x", tmp_path / NAME, json.loads(dead))
+    assert len(os.listdir(tmp_path)) == 2
+    with one_run("--save", tmp_path):
+        assert os.listdir(tmp_path) == [NAME]
