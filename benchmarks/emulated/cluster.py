@@ -11,7 +11,6 @@ import json
 import math
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -22,6 +21,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from benchmarks.emulated.network import Network, remove_stale
+from benchmarks.emulated.ports import reserved_ports
 from benchmarks.emulated.processes import Command, run_ranks
 from benchmarks.emulated.rate import parse_rate
 
@@ -69,6 +69,8 @@ class EmulatedCluster:
             raise ValueError(f"the rate of a NIC must be finite and above 0 bytes/s, not {self.rate}")
         self.not_shaped_because: str | None = "no NIC rate was given" if self.rate is None else Network.impossible()
         self._network: Network | None = None
+        self._open = contextlib.ExitStack()
+        self._port = 0  # of plain loopback, reserved inside the block
         self._handlers: dict[int, Any] = {}
 
     @property
@@ -88,6 +90,8 @@ class EmulatedCluster:
         try:
             if self.not_shaped_because is None:
                 self._shape()
+            if not self.shaped:
+                (self._port,) = self._open.enter_context(reserved_ports(1))
         except BaseException:
             self._restore_signals()
             raise
@@ -109,6 +113,7 @@ class EmulatedCluster:
         if self._network is not None:
             self._network.remove()
             self._network = None
+        self._open.close()
         self._restore_signals()
 
     def _handle_signals(self) -> None:
@@ -172,7 +177,7 @@ class EmulatedCluster:
             "LOCAL_WORLD_SIZE": self.ranks_per_node,
             "GROUP_WORLD_SIZE": self.nodes,
             "MASTER_ADDR": network.address(0, 0) if network else "127.0.0.1",
-            "MASTER_PORT": _PORT if network else _free_port(),
+            "MASTER_PORT": _PORT if network else self._port,
             "OMP_NUM_THREADS": 1,
             "PYTHONPATH": os.pathsep.join([_ROOT, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
             "PYTHONUNBUFFERED": 1,
@@ -203,9 +208,3 @@ class EmulatedCluster:
             argv = [sys.executable, "-I", "-S", _ENTRY, json.dumps(place), *arguments]
             commands.append(Command(argv, {**os.environ, **variables}))
         return commands
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -26,7 +26,7 @@ __all__ = ["Network", "remove_stale"]
 _NAMESPACES = Path("/run/netns")
 _PREFIX = "emulated"
 _NAME = re.compile(r"(\w+)-(\d+)-(\d+)-.+")
-_COMMAND_TIMEOUT = 30.0  # seconds for one ip or tc command
+_COMMAND_TIMEOUT = 300.0  # seconds for one ip or tc command, which takes milliseconds on a machine that is not busy
 _MTU = 9000  # jumbo frames, as on cluster fabrics: headers take 0.7 % of the rate, not 4 %
 # The fabric does not drop, so TCP has no congestion to control and no loss to look for: nothing that slows down to
 # probe (BBR), after a pause, or because an acknowledgement is late.

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import balancing
+from benchmarks.emulated.ports import reserved_ports
 from megatron.balanced.trainer import agreement
 from megatron.balanced.trainer.agreement import _difference
 from tests.support.command import run_command
@@ -137,7 +137,8 @@ def test_few_differences_are_shown_those_of_the_command_line_first():
 
 
 def _many_ranks(count: int) -> tuple[list[object], float]:
-    """Ranks as threads against one store: what each is told, and requests to the store a rank."""
+    """Ranks as threads against one store: what each is told, and requests to the store a rank, without those that ask
+    again for what is not there yet, of which there are more on a busy machine."""
     agreement.rank = lambda: local.rank
     agreement.world_size = lambda: count
     agreement._comparisons = iter([0] * count)
@@ -149,8 +150,10 @@ def _many_ranks(count: int) -> tuple[list[object], float]:
     for name in ("set", "get", "check", "multi_get"):
 
         def counted(store: Any, *args: Any, name: str = name) -> Any:
-            requests.append(name)
-            return getattr(super(Counted, store), name)(*args)
+            answer = getattr(super(Counted, store), name)(*args)
+            if name != "check" or answer:
+                requests.append(name)
+            return answer
 
         setattr(Counted, name, counted)
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -171,7 +174,7 @@ def test_many_ranks(pool):
     assert {*told} == {
         "ranks differ: --lr is 1 on ranks 0-198 and 2 on rank 199; start all ranks with the same flags, code and data"
     }
-    assert requests < 100
+    assert requests < 10
 
 
 def _meet(port: int) -> float:
@@ -187,7 +190,5 @@ def _meet(port: int) -> float:
 
 
 def test_process_groups_meet_in_the_same_store(pool):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    assert pool.run(3, _meet, port) == [3.0] * 3
+    with reserved_ports(1) as (port,):
+        assert pool.run(3, _meet, port) == [3.0] * 3

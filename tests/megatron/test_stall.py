@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.balanced.trainer.watchdog.stall import name_ranks
+from tests.support.patience import PATIENCE
 from tests.support.training import MOCK_DATA, MODEL, RankRun, train_rank
 
 STOPPED_AT = 2  # iteration
@@ -22,6 +23,8 @@ def _stops(argv: list[str], folder: Path) -> RankRun:
 
     class Stop(StepCallback):
         def begin_step(self, iteration: int, config: Any) -> None:
+            while iteration == STOPPED_AT and stall._pending():  # of a collective that has ended, until torch notes it
+                time.sleep(0.01)
             if iteration == STOPPED_AT and os.environ["RANK"] == "1":
                 stopped.touch()
                 while not report.exists():
@@ -43,7 +46,7 @@ def _stops(argv: list[str], folder: Path) -> RankRun:
         finally:
             report.touch()
 
-    stall._LOOK_SECONDS = 0.05
+    stall._LOOK_SECONDS, stall._ANSWER_SECONDS = 0.05, PATIENCE  # and all ranks answer
     stall.Watch._limit = limit  # type: ignore[method-assign]
     stall.ask_all = ask_all
     watch = stall.Watch()

@@ -7,6 +7,11 @@ two seconds are a minute.
 import signal
 
 PATIENCE = 300.0  # seconds
+# Of torchrun: a launcher that stands still for 15 seconds counts as dead by default.
+PATIENT_LAUNCHER = (
+    f"--rdzv-conf=keep_alive_max_attempt={PATIENCE / 5:.0f},heartbeat_timeout={PATIENCE:.0f},"
+    f"close_timeout={PATIENCE:.0f},read_timeout={PATIENCE:.0f}"
+)
 
 
 def heed_interrupts() -> None:

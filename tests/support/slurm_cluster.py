@@ -13,6 +13,7 @@ Run as a script it checks whether a cluster can be started here, or opens a shel
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shlex
@@ -25,6 +26,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from benchmarks.emulated.ports import reserved_ports
 from tests.support.patience import PATIENCE
 
 PROGRAMS = (
@@ -112,6 +114,7 @@ class SlurmCluster:
 
     def __init__(self, nodes: int = 4, cpus: int = 8, gpus: int = 2):
         self.nodes, self.cpus, self.gpus = nodes, cpus, gpus
+        self._open = contextlib.ExitStack()
 
     def __enter__(self) -> SlurmCluster:
         reason = why_not()
@@ -179,6 +182,7 @@ class SlurmCluster:
         if process is not None:
             process.kill()
             process.wait(timeout=PATIENCE)
+        self._open.close()
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def _start(self) -> None:
@@ -188,7 +192,7 @@ class SlurmCluster:
         key.touch(mode=0o600)
         key.write_bytes(secrets.token_bytes(128))
         (directory / "state").mkdir()
-        controller_port, *ports = _free_ports(self.nodes + 1)
+        controller_port, *ports = self._open.enter_context(reserved_ports(self.nodes + 1))
         nodes = "\n".join(
             f"NodeName=n{i} NodeHostname={socket.gethostname()} NodeAddr=127.0.0.1 Port={port} "
             f"CPUs={self.cpus} RealMemory=1000 Gres=gpu:{self.gpus} State=UNKNOWN"
@@ -247,17 +251,6 @@ def wait_until(
         if time.monotonic() > end:
             raise error(explain())
         time.sleep(interval)
-
-
-def _free_ports(count: int) -> list[int]:
-    """Ports that are free now, all different."""
-    sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
 
 
 def main() -> int:

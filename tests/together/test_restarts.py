@@ -6,7 +6,6 @@ or somebody starts a new job.
 
 import os
 import pickle
-import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,14 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.patience import PATIENCE
+from benchmarks.emulated.ports import reserved_ports
+from tests.support.patience import PATIENCE, PATIENT_LAUNCHER
 from tests.support.pool import REPOSITORY, single_threaded
 from tests.support.sampled import sampled
 from tests.support.training import EXACT, MOCK_DATA, MODEL, Run, assert_close, join
 
 FLAGS = "--pipeline-model-parallel-size 2 --balance-layers --overlap-grad-reduce --ddp-bucket-size 2000"
 ARGV = [*MODEL, *MOCK_DATA, *EXACT, *FLAGS.split(), "--train-iters", "8"]
-# A rank of pretrain_gpt.py. Rank 0 is killed in the sixth iteration of the first start, while the other one waits.
+# A rank of pretrain_gpt.py. Rank 0 is killed in the sixth iteration of the first start, when the other one waits there,
+# too: in the fifth one it would miss rank 0 and fail by itself.
 # What writes checkpoints is spawned, and runs this file under another name.
 PROGRAM = """
 import os, pickle, runpy, signal, time
@@ -43,6 +44,8 @@ if __name__ == "__main__":
             if iteration == 5 and not (folder / f"died-{rank}").exists():
                 (folder / f"died-{rank}").touch()
                 if rank == "0":
+                    while not (folder / "died-1").exists():
+                        time.sleep(0.01)
                     os.kill(os.getpid(), signal.SIGKILL)
                 time.sleep(3600)
 
@@ -54,14 +57,13 @@ if __name__ == "__main__":
 """
 
 
-def _nodes(way: str) -> list[list[str]]:
-    """torchrun's flags on each node."""
+def _nodes(way: str, port: int) -> list[list[str]]:
+    """torchrun's flags on each node. port: where two nodes meet."""
     if way == "two nodes":
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            meet = f"--rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{probe.getsockname()[1]} --rdzv-id 1"
+        meet = f"--rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{port} --rdzv-id 1 {PATIENT_LAUNCHER}"
         return [f"--nnodes 2 --nproc-per-node 1 --max-restarts 1 {meet}".split()] * 2
-    return [f"--standalone --nproc-per-node 2 --max-restarts {int(way == 'one node')}".split()]
+    restarts = int(way == "one node")
+    return [f"--standalone --nproc-per-node 2 --max-restarts {restarts} {PATIENT_LAUNCHER}".split()]
 
 
 def _launch(folder: Path, way: str, *more: str) -> list[int]:
@@ -71,19 +73,20 @@ def _launch(folder: Path, way: str, *more: str) -> list[int]:
         # As with `| tee log`, which ends when nothing has the pipe any more: no process outlives its rank.
         tee = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=log)
     jobs = []
-    for flags in _nodes(way):
-        command = [sys.executable, "-m", "torch.distributed.run", *flags, folder / "program.py", *ARGV, *more]
-        environment = single_threaded()
-        jobs.append(subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=tee.stdin, stderr=tee.stdin))
-    tee.stdin.close()
-    try:
-        codes = [job.wait(2 * PATIENCE) for job in jobs]
-        tee.wait(PATIENCE)
-        return codes
-    finally:
-        for job in (*jobs, tee):
-            job.terminate()  # and its ranks
-            job.wait(PATIENCE)
+    with reserved_ports(1) as (port,):
+        for flags in _nodes(way, port):
+            command = [sys.executable, "-m", "torch.distributed.run", *flags, folder / "program.py", *ARGV, *more]
+            environment = single_threaded()
+            jobs.append(subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=tee.stdin, stderr=tee.stdin))
+        tee.stdin.close()
+        try:
+            codes = [job.wait(2 * PATIENCE) for job in jobs]
+            tee.wait(PATIENCE)
+            return codes
+        finally:
+            for job in (*jobs, tee):
+                job.terminate()  # and its ranks
+                job.wait(PATIENCE)
 
 
 def _ended(folder: Path) -> tuple[Run, list[str]]:
