@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.support.patience import PATIENCE
 from tests.support.settings import settings
 from tests.support.training import MOCK_DATA, MODEL, MOE, train_rank
 
@@ -132,29 +133,30 @@ def test_a_load_that_swings_around_an_even_one_gets_replicas(pool):
 
 
 def _ends_of_a_step() -> list[bool]:
-    """Whether all plans are made when a step ends, where layers are captured and where none is."""
+    """Whether all plans are made when a step ends, where layers are captured and where none is. A plan ends only when
+    somebody waits for it."""
     from megatron.balanced.experts.balancer import ExpertBalancer
     from megatron.balanced.experts.planning import Planned
 
     found = []
     for graphs in ("transformer_engine", "none"):
-        planner, end = _planner(), threading.Event()
+        planner, waited_for = _planner(), threading.Event()
 
-        def plan(*unused: Any, end: threading.Event = end) -> Planned:
-            end.wait(60)
+        def plan(*unused: Any, waited_for: threading.Event = waited_for) -> Planned:
+            assert waited_for.wait(PATIENCE)
             return Planned(None, 0.0, 0.0)
 
-        planner._plan = plan
+        def wait(wait: Any = planner.wait, waited_for: threading.Event = waited_for) -> None:
+            waited_for.set()
+            wait()
+
+        planner._plan, planner.wait = plan, wait
         planner.submit(None, SimpleNamespace(drift=0.0, age=0), [np.zeros((2, 4))], 1, None)
         balancer = object.__new__(ExpertBalancer)
         balancer._model_config = SimpleNamespace(cuda_graph_impl=graphs)
         balancer._planner, balancer._report = planner, None
-        timer = threading.Timer(0.2, end.set)
-        timer.start()
         balancer.end_step()
-        found.append(all(planned.done() for _, planned in planner._submitted.values()) and end.is_set())
-        timer.cancel()
-        end.set()
+        found.append(all(planned.done() for _, planned in planner._submitted.values()))
         planner.adopt()
     return found
 

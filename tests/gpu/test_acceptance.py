@@ -15,6 +15,7 @@ import pytest
 
 from balancing.process import is_alive, start_time
 from tests.gpu import __main__ as acceptance
+from tests.gpu import mps
 from tests.gpu.__main__ import run_part
 from tests.gpu.machine import notes, obstacle, problem
 from tests.gpu.mps import private_mps
@@ -187,6 +188,7 @@ def test_the_daemon_is_private_and_always_stopped(tmp_path, monkeypatch, works):
     control.write_text(DAEMON.format(bash=shutil.which("bash"), sleep=shutil.which("sleep"), log=log, works=works))
     control.chmod(control.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(mps, "_SECONDS", PATIENCE)
     monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY", raising=False)
     with pytest.raises(ZeroDivisionError), private_mps() as environment:
         if works:
@@ -217,27 +219,40 @@ def test_a_part_is_run_timed_and_keeps_its_figures(tmp_path):
     assert over is not None and over.startswith("it did not end within 1 s")
 
 
-def test_a_part_ends_with_a_runner_that_is_killed(tmp_path):
-    """Else it would hold the GPU beside the next one. Had it ended by itself, there would be its report."""
+@pytest.mark.parametrize("when", ["starts", "runs"])
+def test_a_part_ends_with_a_runner_that_is_killed(tmp_path, when):
+    """Else it would hold the GPU beside the next one. It does not end by itself."""
+    test, begun = tmp_path / "test_endless.py", tmp_path / "begun"
+    (tmp_path / "conftest.py").write_text(
+        "pytest_addoption = lambda parser: parser.addoption('--exhaustive', action='store_true')"
+    )
+    test.write_text(f"""if True:
+        import pathlib, time
+        import pytest
+
+        @pytest.mark.parametrize("device", ["cpu"])
+        def test_endless(device):
+            pathlib.Path({str(begun)!r}).touch()
+            time.sleep(3600)
+    """)
     code = f"""if True:
         from pathlib import Path
         from tests.gpu.__main__ import Part, run_part
-        part = Part("two talk", "test_collectives.py::test_two_ranks_talk", 60, 1, 2, "")
-        run_part(part, Path({str(tmp_path)!r}), {{}}, 600, "cpu")
+        part = Part("endless", "{test}::test_endless", 60, 1, 2, "")
+        run_part(part, Path({str(tmp_path)!r}), {{}}, 3600, "cpu")
     """
-    runner = subprocess.Popen([sys.executable, "-c", code], cwd=REPOSITORY)
-    children = Path(f"/proc/{runner.pid}/task/{runner.pid}/children")
-    deadline = time.monotonic() + PATIENCE
-    while not (started := children.read_text().split()):
-        assert runner.poll() is None and time.monotonic() < deadline
-        time.sleep(0.01)
-    began = start_time(started[0])
-    runner.kill()
-    runner.wait(PATIENCE)
+    with subprocess.Popen([sys.executable, "-c", code], cwd=REPOSITORY) as runner:
+        children = Path(f"/proc/{runner.pid}/task/{runner.pid}/children")
+        deadline = time.monotonic() + PATIENCE
+        while not (started := children.read_text().split()) or (when == "runs" and not begun.exists()):
+            assert runner.poll() is None and time.monotonic() < deadline
+            time.sleep(0.01)
+        began = start_time(started[0])
+        runner.kill()
     while is_alive(started[0], began):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    assert not (tmp_path / "two talk.xml").exists()
+    assert not (tmp_path / "endless.xml").exists()
 
 
 @pytest.mark.parametrize(

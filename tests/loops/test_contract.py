@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.patience import PATIENCE
+
 ROLLOUTS, RANKS, EXPERTS, LONGEST = 2, 2, 8, 768
 # Of a rollout: [step][schedule] -> micro-batches. With reductions under backward passes, a step has one schedule.
 STEPS = {"several": [[3], [1, 2], [2, 1, 1]], "overlap": [[3], [1], [4]]}
@@ -67,7 +69,7 @@ def _train(balanced: bool, steps: str) -> tuple[list[float], dict[str, np.ndarra
 
     def plan_late(*args: Any, **kwargs: Any) -> Any:
         if threading.current_thread() is not threading.main_thread():
-            assert ended.wait(60)
+            assert ended.wait(PATIENCE)
         return plan(*args, **kwargs)
 
     planning.plan_with_gain = plan_late

@@ -201,9 +201,12 @@ def test_backward_passes_see_the_device(pool):
 
 
 def _streams_and_events() -> None:
+    import time
+
     import torch
 
     start, end, never = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+    begin = time.perf_counter()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream), torch.cuda.device(0):
         start.record()
@@ -213,7 +216,7 @@ def _streams_and_events() -> None:
     torch.zeros(2).record_stream(stream)
     torch.cuda.synchronize()
     assert end.query()
-    assert 0 <= start.elapsed_time(end) < 10_000
+    assert 0 <= start.elapsed_time(end) <= 1e3 * (time.perf_counter() - begin), "milliseconds"
     with pytest.raises(RuntimeError, match="recorded"):
         start.elapsed_time(never)
     assert torch.cuda.device_count() == 1

@@ -43,7 +43,8 @@ def _disk(folder: Path, size: str) -> Iterator[bool]:
         yield is_mounted
     finally:
         if is_mounted:
-            subprocess.run(["umount", folder], check=True)
+            # Lazily: what a rank started is killed with it, and may have files open until it has ended.
+            subprocess.run(["umount", "--lazy", folder], check=True)
 
 
 def _fill(folder: Path) -> None:

@@ -46,16 +46,18 @@ if os.environ["RANK"] == "3":
 time.sleep(3600)
 """
 
-# Counts its runs in the directory of --save, as a training that writes a checkpoint now and then.
+# Counts its runs in the directory of --save, as a training that writes a checkpoint now and then: the last rank alone,
+# before it says that it runs.
 COUNTS_RUNS = """
 import os, pathlib, signal, sys, time
 save = pathlib.Path(sys.argv[sys.argv.index("--save") + 1])
 restarts = int(os.environ.get("SLURM_RESTART_COUNT", 0))
+is_last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
+if restarts == 0 and is_last and "--never-saves" not in sys.argv:
+    save.mkdir()
+    (save / "latest_checkpointed_iteration.txt").write_text("40")
 print("RUN", restarts, *sys.argv[1:], flush=True)
 if restarts == 0:
-    if "--never-saves" not in sys.argv:
-        save.mkdir(exist_ok=True)
-        (save / "latest_checkpointed_iteration.txt").write_text("40")
     time.sleep(3600)
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import subprocess
 import sys
@@ -29,20 +30,23 @@ def test_nothing_survives_the_cluster(ending: str) -> None:
     directory = Path(owner.stdout.readline().strip()).parent
     try:
 
-        def processes() -> list[psutil.Process]:
-            return psutil.Process(owner.pid).children(recursive=True)
+        def processes() -> dict[psutil.Process, str]:
+            """Their names. Slurm starts short ones, which may end meanwhile."""
+            found = {}
+            for process in psutil.Process(owner.pid).children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    if process.name() != "bash" or process.ppid() != owner.pid:
+                        found[process] = process.name()
+            return found
 
-        def names() -> list[str]:
-            return [process.name() for process in processes()]
-
-        wait_until(lambda: names().count("sleep") == 2, lambda: str(names()))
-        assert {"munged", "slurmctld", "slurmd"} <= set(names())
-        alive = [process for process in processes() if process.name() != "bash" or process.ppid() != owner.pid]
+        wait_until(lambda: [*processes().values()].count("sleep") == 2, lambda: str(processes()))
+        alive = processes()
+        assert {"munged", "slurmctld", "slurmd", "sleep"} <= {*alive.values()}
         if ending == "owner killed":
             owner.kill()
         owner.stdin.close()  # ends the command in the cluster
         owner.wait(timeout=PATIENCE)
-        survivors = psutil.wait_procs(alive, timeout=PATIENCE)[1]
+        survivors = psutil.wait_procs([*alive], timeout=PATIENCE)[1]
         assert not survivors
         assert directory.exists() == (ending == "owner killed")
     finally:
