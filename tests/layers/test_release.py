@@ -14,6 +14,7 @@ from tests.dynamics.test_moves import FREEZE
 from tests.sequences.test_packed_documents import PACKED, Packed
 from tests.support.events import events_in
 from tests.support.moving import _state_of, _whole, move_at
+from tests.support.patience import answers_come_from
 from tests.support.program import parse
 from tests.support.sampled import sampled
 from tests.support.settings import EARLY_EXIT, HASH_ATTENTION, scheme_flags, settings
@@ -216,6 +217,7 @@ def _killed_in_a_release(argv: list[str], victim: int, rebuilding: bool) -> str:
         return 0
 
     move_at({3: ((1,), (3,))})
+    answers_come_from({*range(4)} - {victim} - ({2, 3} if rebuilding else set()))
     if int(os.environ["RANK"]) == victim:
         if (process := os.fork()) != 0:
             return signal.Signals(os.WTERMSIG(os.waitpid(process, 0)[1])).name
