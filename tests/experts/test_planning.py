@@ -94,12 +94,12 @@ def _where_plans_are_made() -> tuple[bool, list[bool]]:
     alone = SplitTables(plan_replicas(load, planner._cluster, slots=2, method="none"), None)
     layer = SimpleNamespace(without_replicas=alone, tables=lambda placement: SplitTables(placement, None))
     plan.plan_replicas = None
-    made = planner._place(layer, load, None).placement
+    made = planner._place(layer, load, None, 1).placement
     assert made.digest() == placement.digest()
     gains = []
     for least in (0.0, 0.99):
         object.__setattr__(planner._config, "min_gain", least)
-        gains.append(planner._place(layer, load, None) is not alone)
+        gains.append(planner._place(layer, load, None, 1) is not alone)
     return planner._worker.call(eval, "'torch' in __import__('sys').modules"), gains
 
 
@@ -121,7 +121,7 @@ def _replicas_after(swing: float) -> tuple[int, bool]:
     for iteration in range(1, 21):
         on_first = 1 + swing * (-1) ** iteration
         load = np.rint(1000 * np.array([[on_first, on_first, 2 - on_first, 2 - on_first]] * 2)).astype(int)
-        tables = planner._plan(layer, plan, lambda load=load: load[None], iteration, None).tables
+        tables = planner._plan(layer, plan, lambda load=load: load[None], iteration, None, 1).tables
     known = plan_with_gain(plan.history.predict(), planner._cluster, alone.placement, 0.02, slots=2)
     return tables.placement.replicas, known is not None
 
@@ -137,6 +137,7 @@ def _ends_of_a_step() -> list[bool]:
     somebody waits for it."""
     from megatron.balanced.experts.balancer import ExpertBalancer
     from megatron.balanced.experts.planning import Planned
+    from megatron.balanced.shared.micro_batches import schedule_of
 
     found = []
     for graphs in ("transformer_engine", "none"):
@@ -151,7 +152,8 @@ def _ends_of_a_step() -> list[bool]:
             wait()
 
         planner._plan, planner.wait = plan, wait
-        planner.submit(None, SimpleNamespace(drift=0.0, age=0), [np.zeros((2, 4))], 1, None)
+        with schedule_of(1):
+            planner.submit(None, SimpleNamespace(drift=0.0, age=0), [np.zeros((2, 4))], 1, None)
         balancer = object.__new__(ExpertBalancer)
         balancer._model_config = SimpleNamespace(cuda_graph_impl=graphs)
         balancer._planner, balancer._report = planner, None

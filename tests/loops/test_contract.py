@@ -65,19 +65,19 @@ def _train(balanced: bool, steps: str) -> tuple[list[float], dict[str, np.ndarra
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     model.config.no_sync_func = model.no_sync if overlap else None
     plain, events, refused = get_forward_backward_func(), [], []
-    ended, plan = threading.Event(), planning.plan_with_gain
+    ended, plan = threading.Event(), planning.ReplicaPlanner._plan
 
-    def plan_late(*args: Any, **kwargs: Any) -> Any:
-        if threading.current_thread() is not threading.main_thread():
-            assert ended.wait(PATIENCE)
-        return plan(*args, **kwargs)
+    def plan_late(*args: Any) -> Any:
+        assert ended.wait(PATIENCE)
+        return plan(*args)
 
-    planning.plan_with_gain = plan_late
+    planning.ReplicaPlanner._plan = plan_late
     if balanced:
         told: Any = {"job": Job(LONGEST, 1, 5), "report": events.append}
         # So slow that even these short sequences are worth a move.
         sequences = SequenceBalancer([model], cluster=Cluster(1, RANKS, 1, 1e12, 1e12, 1e6, 1e9), **told)
-        experts = ExpertBalancer([model], ExpertConfig(enabled=True, min_gain=0.0), **told)
+        fast = Cluster(1, RANKS, 1, 1e12, 1e12, 1e9, 1e9)  # replicas arrive before they are needed
+        experts = ExpertBalancer([model], ExpertConfig(enabled=True, min_gain=0.0), cluster=fast, **told)
         balancers = Balancers(experts, sequences)
         balancers.install()
     routed: dict[int, list[Any]] = {}  # number of a micro-batch -> experts, [router] int [token, k]

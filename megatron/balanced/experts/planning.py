@@ -129,7 +129,9 @@ class ReplicaPlanner:
         overlap: the compute that its transfers overlap.
         """
         if id(plan) not in self._submitted:
-            planned = self._thread.submit(self._plan, layer, plan, _on_host(loads), iteration, overlap)
+            # Read now: where the thread plans after the step, another schedule may be in progress, or none.
+            served = self._micro_batches_served()
+            planned = self._thread.submit(self._plan, layer, plan, _on_host(loads), iteration, overlap, served)
             self._submitted[id(plan)] = plan, planned
 
     def wait(self) -> None:
@@ -164,6 +166,7 @@ class ReplicaPlanner:
         on_host: Callable[[], np.ndarray],
         iteration: int,
         overlap: Overlap,
+        served: int,
     ) -> Planned:
         loads = on_host()
         begin = time.perf_counter()
@@ -171,7 +174,7 @@ class ReplicaPlanner:
         if iteration % self._config.plan_interval and not plan.arrived:
             return Planned(None, drift, time.perf_counter() - begin)
         plan.arrived = False
-        tables = self._place(layer, plan.history.predict(), overlap, float(plan.history.error()))
+        tables = self._place(layer, plan.history.predict(), overlap, served, float(plan.history.error()))
         return Planned(tables, drift, time.perf_counter() - begin)
 
     def place_known(self, layer: BalancedMoELayer, loads: list[Any], overlap: Overlap) -> SplitTables:
@@ -181,18 +184,21 @@ class ReplicaPlanner:
         loads: int [source_rank, expert] of each micro-batch.
         overlap: the compute that its transfers overlap.
         """
-        return self._place(layer, np.rint(np.mean(loads, axis=0)).astype(np.int64), overlap)
+        load = np.rint(np.mean(loads, axis=0)).astype(np.int64)
+        return self._place(layer, load, overlap, self._micro_batches_served())
 
     @named("plan of replicas")
-    def _place(self, layer: BalancedMoELayer, load: np.ndarray, overlap: Overlap, drift: float = 0.0) -> SplitTables:
-        """Plan for a load [source_rank, expert] that is expected to drift."""
+    def _place(
+        self, layer: BalancedMoELayer, load: np.ndarray, overlap: Overlap, served: int, drift: float = 0.0
+    ) -> SplitTables:
+        """Plan for a load [source_rank, expert] that is expected to drift. served: micro-batches of one transfer."""
         costs: dict[str, Any] = {}
         if self._machine is not None:
             costs = {
                 "shape": _expert_shape(layer),
                 "hidden_under": overlap.attention_layers * _attention_seconds(self._job, self._model, self._machine),
                 "first": overlap.first,
-                "micro_batches": self._micro_batches_served(),
+                "micro_batches": served,
             }
         # Read only attributes of the layer. After a step, a layer of another loop has Megatron's class, not our
         # methods.
