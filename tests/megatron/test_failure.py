@@ -7,6 +7,7 @@ import itertools
 import os
 import signal
 import socket
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -271,3 +272,39 @@ def test_without_a_store_each_rank_speaks_for_itself(pool, fault):
     for rank, (said, ended) in enumerate(pool.run(2, _with_store, fault)):
         assert ended
         assert said.startswith(f"pretrain_gpt.py: rank {rank} of 2 failed:\nTraceback")
+
+
+def _late_report() -> tuple[str, object]:
+    """Fail on rank 0, whose report is printed and then takes longer than a rank waits for it."""
+    if int(os.environ["RANK"]):
+        return "", None
+    from megatron.balanced.trainer.watchdog import failure
+
+    failure._START_SECONDS, failure._MOST_SECONDS = 0.0, 5.0
+    failure._give_to_torchrun = lambda report: time.sleep(3600)
+    stderr = io.StringIO()
+    with contextlib.redirect_stderr(stderr), pytest.raises(SystemExit) as stopped, failure.report_failures_once():
+        raise KeyError("a part")
+    return stderr.getvalue(), stopped.value.code
+
+
+def test_a_report_that_is_late_is_not_told_twice(pool):
+    (said, code), _ = pool.run(2, _late_report)
+    assert code == 1 and said.count("Traceback") == 1 and said.count("pretrain_gpt.py: rank 0 of 2 failed:") == 1, said
+
+
+def _asked_twice() -> list[int]:
+    """Two ranks ask at once where all are. Which of the questions this rank's thread answers."""
+    from megatron.balanced.trainer.rendezvous import open_store
+    from megatron.balanced.trainer.watchdog import stall
+
+    watch, store = object.__new__(stall.Watch), open_store("stall")
+    watch._answered, watch._main = 0, threading.main_thread().ident
+    for _ in range(2):
+        store.add("asked", 1)
+    watch._look(store)
+    return [number for number in (1, 2) if store.check([f"{number}/0"])]
+
+
+def test_each_question_is_answered(pool):
+    assert pool.run(1, _asked_twice) == [[1, 2]]

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from balancing.messages import start_message
 from balancing.ranges import named
+from balancing.threads import start_thread
 
 __all__ = ["Hop", "Relay", "split_pieces"]
 
@@ -141,8 +142,7 @@ class Relay:
         self._outgoing += [self._send(hop) for hop in sent if hop.source is None]
         passing = [hop for hop in sent if hop.source is not None]
         if passing:
-            self._threads.append(threading.Thread(target=self._hand_on, args=(passing,), daemon=True))
-            self._threads[-1].start()
+            self._threads.append(start_thread(self._hand_on, passing))
 
     def _hand_on(self, passing: list[Hop]) -> None:
         try:

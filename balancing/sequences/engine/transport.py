@@ -24,6 +24,7 @@ from balancing.ranges import named
 from balancing.sequences.engine.call_rows import MessageRows
 from balancing.sequences.engine.program import Messages, TransferGroup
 from balancing.sequences.engine.routing import Slice
+from balancing.threads import start_thread
 
 __all__ = ["NOTHING_LISTED", "Chain", "Dtypes", "Pending", "Transport", "dtype_of"]
 
@@ -54,8 +55,7 @@ class Pending:
     def hand_on(self, relays: Sequence[tuple[dist.Work, dist.P2POp]]) -> None:
         """Relay in a thread: for one pair after the other, wait for the first message, then start the second."""
         if relays:
-            self._thread = threading.Thread(target=self._hand_on, args=(relays,), daemon=True)
-            self._thread.start()
+            self._thread = start_thread(self._hand_on, relays)
 
     def _hand_on(self, relays: Sequence[tuple[dist.Work, dist.P2POp]]) -> None:
         try:
@@ -120,8 +120,7 @@ class Chain:
                 self._finish()
                 self._under_way = transfer_group, self._starts[transfer_group]()
         elif self._thread is None:
-            self._thread = threading.Thread(target=self._run, daemon=True)
-            self._thread.start()
+            self._thread = start_thread(self._run)
 
     def wait(self, transfer_group: TransferGroup) -> None:
         """Return when the messages of a group have arrived; on a GPU the current stream waits."""

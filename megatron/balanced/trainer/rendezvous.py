@@ -18,6 +18,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from balancing.threads import start_thread
+
 __all__ = [
     "has_store",
     "hosts_store",
@@ -38,6 +40,7 @@ _hosted: list[dist.Store] = []  # keeps a store of this process alive as long as
 _joined: list[dist.Store] = []  # the connection of `join_job`
 _start: list[str] = []  # the name of this start of the job
 _asking = threading.Lock()
+_exits = threading.Event()  # this process is about to exit
 
 
 def rank() -> int:
@@ -154,7 +157,7 @@ def _name_of_start(store: dist.Store) -> str:
                 _start.append("0")
             elif rank() == 0:
                 _start.append(uuid.uuid4().hex)
-                threading.Thread(target=_tell, args=(_start[0],), name="start", daemon=True).start()
+                start_thread(_tell, _start[0], name="start", end=_exits.set)
             else:
                 word = f"start/{uuid.uuid4().hex}"
                 store.append("start/asked", f"{word} ")
@@ -170,12 +173,12 @@ def _tell(name: str) -> None:
     told = 0
     try:
         store = _connect(_CONNECT_SECONDS)
-        while store.add(f"start/{name}", 0) < world_size() - 1:
+        while not _exits.is_set() and store.add(f"start/{name}", 0) < world_size() - 1:
             asked = store.get("start/asked").split() if store.check(["start/asked"]) else []
             for word in asked[told:]:
                 store.set(word.decode(), name)
             told = len(asked)
-            time.sleep(0.05)
+            _exits.wait(0.05)
     except dist.DistError:
         return
 

@@ -315,12 +315,10 @@ def _fused_forward(
     return paged_stash_group_commit(out, name="grouped_mlp") if self.config.moe_paged_stash else out
 
 
-class _AtOnce:
+def _at_once(target: Callable, *args: Any) -> Any:
     """In the place of a thread that hands messages on: a stream does it, and its messages are in the graph."""
-
-    def __init__(self, target: Callable, args: tuple, daemon: bool) -> None:
-        self.start = lambda: target(*args)
-        self.join = lambda: None
+    target(*args)
+    return types.SimpleNamespace(join=lambda: None)
 
 
 def install() -> None:
@@ -342,7 +340,7 @@ def install() -> None:
     torch.cuda.CUDAGraph, torch.cuda.graph = Graph, _graph
     torch.cuda.graph_pool_handle = lambda: (0, 0)
     torch.distributed.Work.wait = _noted_wait
-    relay.threading = types.SimpleNamespace(Thread=_AtOnce)
+    relay.start_thread = _at_once
     for name in ("tolist", "numpy"):
         setattr(torch.Tensor, name, _not_captured(name))
     resize = torch.UntypedStorage.resize_

@@ -23,6 +23,7 @@ from typing import NoReturn
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from balancing.threads import note_exit_code, start_thread
 from megatron.balanced.shared.errors import LocalError
 from megatron.balanced.trainer.checks.checkpoints import gave_up_loading
 from megatron.balanced.trainer.checks.refusal import explain, is_refusal, is_training
@@ -96,19 +97,23 @@ def failed_elsewhere() -> bool:
     return open_store("failure").check(["failures"])
 
 
-def _publish(failure: _Failure) -> int:
-    """Agree with the other ranks on the report; the first rank that fails prints it. Returns the exit code."""
+def _publish(failure: _Failure, may_speak: Callable[[], bool]) -> int:
+    """Agree with the other ranks on the report; the first rank that fails prints it. Returns the exit code.
+
+    may_speak: called before something is printed.
+    """
     store = open_store("failure", anew=True)
     store.set(f"said/{failure.kind}", json.dumps(asdict(failure)))
     store.append("failed", f"{rank()} {failure.kind}\n")
     if store.add("failures", 1) == 1:
         report = _collect(store, failure)
-        print(report.text, file=sys.stderr, flush=True)
+        if may_speak():
+            print(report.text, file=sys.stderr, flush=True)
         store.set("report", json.dumps(asdict(report)))
     else:
         wait_for(store, ["report"], _MOST_SECONDS)
         report = _Failure(**json.loads(store.get("report")))
-        if rank() not in report.ranks and not failure.follows:
+        if rank() not in report.ranks and not failure.follows and may_speak():
             print(replace(failure, ranks=(rank(),)).told(), file=sys.stderr, flush=True)
     _give_to_torchrun(report)
     if store.add("read", 1) == len(report.ranks):
@@ -155,9 +160,7 @@ def _within(seconds: float, function: Callable[[], int]) -> int | None:
         with contextlib.suppress(RuntimeError):
             result.append(function())
 
-    thread = threading.Thread(target=run, name="report-of-failure", daemon=True)
-    thread.start()
-    thread.join(seconds)
+    start_thread(run, name="report-of-failure").join(seconds)
     return result[0] if result else None
 
 
@@ -172,8 +175,13 @@ def _give_to_torchrun(report: _Failure) -> None:
 
 def _report(failure: _Failure) -> int:
     """Report `failure` once for all ranks. Returns the exit code."""
-    code = _within(_MOST_SECONDS, lambda: _publish(failure)) if has_store() else None
-    if code is None:  # each rank prints a report of its own
+    silence = threading.Lock()  # broken once: by the report of all, or where that is late by this rank's own
+
+    def may_speak() -> bool:
+        return silence.acquire(blocking=False)
+
+    code = _within(_MOST_SECONDS, lambda: _publish(failure, may_speak)) if has_store() else None
+    if code is None and may_speak():
         if failure.code == 2:
             told = f"{_program[0]}: error: {failure.text}"
         elif failure.follows and has_store():
@@ -186,8 +194,7 @@ def _report(failure: _Failure) -> int:
             told = replace(failure, ranks=(rank(),)).told()
         print(told, file=sys.stderr, flush=True)
         _give_to_torchrun(replace(failure, text=told))
-        return failure.code
-    return code
+    return failure.code if code is None else code
 
 
 def stop(error: Exception) -> NoReturn:
@@ -207,21 +214,25 @@ def report_failures_once(program: str = "pretrain_gpt.py") -> Iterator[None]:
     A rank that leaves with SystemExit does not count as silent.
     """
     _program[0] = program
-    watch = Watch()
+    watch, code = Watch(), 0
     try:
         yield
     except KeyboardInterrupt:
         if rank() == 0:
             print(f"{_program[0]}: interrupted", file=sys.stderr, flush=True)
-        raise SystemExit(130) from None
+        code = 130
     except SystemExit as end:
-        if not end.code and (reason := gave_up_loading(end)):
-            raise SystemExit(_report(_Failure(reason, 2))) from None
-        with contextlib.suppress(RuntimeError):  # the store ended with its rank, so no rank waits for this one
-            if has_store():
-                open_store("failure").append("left", f"{rank()} ")
-        raise
+        if (reason := gave_up_loading(end)) is None:
+            with contextlib.suppress(RuntimeError):  # the store ended with its rank, so no rank waits for this one
+                if has_store():
+                    open_store("failure").append("left", f"{rank()} ")
+            note_exit_code(end.code)
+            raise
+        code = _report(_Failure(reason, 2))
     except BaseException as error:  # torch's CheckpointException is no Exception
-        raise SystemExit(_report(_failure_of(error))) from None
+        code = _report(_failure_of(error))
     finally:
         watch.end()
+    note_exit_code(code)
+    if code:
+        raise SystemExit(code)

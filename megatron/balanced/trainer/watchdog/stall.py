@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from balancing.threads import start_thread
 from megatron.balanced.trainer.checks.checkpoints import megatrons_arguments
 from megatron.balanced.trainer.rendezvous import has_store, open_store, rank, wait_for, world_size
 
@@ -70,8 +71,7 @@ class Watch:
         self._told = False
         self._answered = 0
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="stalls", daemon=True)
-        self._thread.start()
+        start_thread(self._run, name="stalls", end=self.end)
 
     def end(self) -> None:
         self._over.set()
@@ -88,9 +88,9 @@ class Watch:
             return
 
     def _look(self, store: dist.Store) -> None:
-        if (number := store.add("asked", 0)) > self._answered:
-            self._answered = number
-            store.set(f"{number}/{rank()}", self._answer())
+        while self._answered < store.add("asked", 0):  # by several ranks perhaps, since the last look
+            store.set(f"{self._answered + 1}/{rank()}", self._answer())
+            self._answered += 1
         args = megatrons_arguments()
         if args is None:
             return
@@ -102,7 +102,7 @@ class Watch:
         elif not self._told and now - self._since > self._limit(60.0 * args.distributed_timeout_minutes):
             self._told = True
             if store.add(f"told/{moment}", 1) == 1:  # else another rank was first
-                threading.Thread(target=self._report, args=(now - self._since,), daemon=True).start()
+                start_thread(self._report, now - self._since, name="report-of-stall")
 
     def _is_in_step(self) -> bool:
         """Whether the main thread is in Megatron's training step, as opposed to, for instance, a checkpoint."""
