@@ -31,7 +31,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -50,6 +50,7 @@ END_OF_DOCUMENT, PADDING, BYTE_LEVEL_VOCABULARY = 256, 257, 258
 
 BATCH_BYTES = 1 << 20
 BATCH_DOCUMENTS = 256
+_ENDS = (signal.SIGINT, signal.SIGTERM)
 BATCHES_IN_FLIGHT = 4  # per worker: bounds the memory, however large the corpus is
 
 # Tests are left out because some distributions of Python package them apart.
@@ -205,10 +206,22 @@ def read_corpus(args: argparse.Namespace) -> tuple[Iterator[Batch], int]:
     return batches(), size
 
 
+@contextmanager
+def _ends_later() -> Iterator[None]:
+    """A context in which Ctrl-C and SIGTERM wait. If they came while workers start, the pool would not know all of its
+    workers, and the exit would wait for these for ever."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _become_worker(task: Tokenize) -> None:
     global _task
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent answers Ctrl-C, and ends its workers
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDS)
     _task = task
 
 
@@ -227,7 +240,8 @@ def tokenize_all(task: Tokenize, batches: Iterator[Batch], workers: int) -> Iter
     waiting: deque[tuple[Batch, Future[Tokens]]] = deque()
     try:
         for batch in batches:
-            waiting.append((batch, pool.submit(_work, batch)))
+            with _ends_later():
+                waiting.append((batch, pool.submit(_work, batch)))
             if len(waiting) > workers * BATCHES_IN_FLIGHT:
                 first, future = waiting.popleft()
                 yield first, future.result()

@@ -309,6 +309,28 @@ def test_a_terminated_run_leaves_no_files_and_no_workers(tmp_path):
     assert list((tmp_path / "out").iterdir()) == []
 
 
+def test_a_run_that_is_terminated_while_its_workers_start_ends(tmp_path):
+    """The pool has forked them and does not watch them yet."""
+    (tmp_path / "a.txt").write_text("text")
+    code = f"""if True:
+        import os, runpy, signal, sys
+        from concurrent.futures import ProcessPoolExecutor
+
+        launch = ProcessPoolExecutor._launch_processes
+
+        def launch_and_be_terminated(pool):
+            launch(pool)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        ProcessPoolExecutor._launch_processes = launch_and_be_terminated
+        sys.argv[1:] = ["--input", {str(tmp_path)!r}, "--workers", "2", "--output-prefix", {str(tmp_path / "out/x")!r}]
+        runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
+    """
+    done = run_python("-c", code)  # waits for the workers, too, which have its output
+    assert done.returncode == 143, done.stderr
+    assert list((tmp_path / "out").iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
