@@ -39,13 +39,17 @@ class Worker:
 
         Raises RuntimeError with the traceback if `function` raises an exception, and if the process has ended.
         """
+        asked = pickle.dumps((function, args, kwargs), protocol=pickle.HIGHEST_PROTOCOL)
         with self._turn:
             try:
-                _write(self._process.stdin, (function, args, kwargs))
+                _write(self._process.stdin, asked)
                 failed, answer = pickle.load(self._process.stdout)  # type: ignore[arg-type]
             except (OSError, EOFError) as error:
                 code = self._process.wait(_END_SECONDS)
                 raise RuntimeError(f"process {self._process.pid}, which plans, has ended with code {code}") from error
+            except BaseException:  # interrupted, so that the next call would get the answer of this one
+                self._process.kill()
+                raise
         if failed:
             raise RuntimeError(f"in process {self._process.pid}, which plans:\n{answer}")
         return answer
@@ -59,8 +63,8 @@ def _end(process: subprocess.Popen) -> None:
         process.wait(_END_SECONDS)
 
 
-def _write(pipe: Any, value: Any) -> None:
-    pickle.dump(value, pipe, protocol=pickle.HIGHEST_PROTOCOL)
+def _write(pipe: Any, data: bytes) -> None:
+    pipe.write(data)
     pipe.flush()
 
 
@@ -73,7 +77,7 @@ def serve() -> None:
         while True:
             function, args, kwargs = pickle.load(sys.stdin.buffer)
             try:
-                answer = False, function(*args, **kwargs)
-            except Exception:
-                answer = True, traceback.format_exc()
+                answer = pickle.dumps((False, function(*args, **kwargs)), protocol=pickle.HIGHEST_PROTOCOL)
+            except Exception:  # also where the result cannot be pickled
+                answer = pickle.dumps((True, traceback.format_exc()))
             _write(answers, answer)

@@ -1,6 +1,7 @@
 """A process that computes for another: it answers, says what failed, and does not outlive the one that asks."""
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -44,6 +45,27 @@ def test_what_fails_there_is_told_and_what_is_printed_is_no_answer(worker):
         worker.call(int, "four")
     assert worker.call(print, "no answer") is None
     assert worker.call(abs, -4) == 4
+
+
+def test_what_cannot_be_sent_is_told_and_harms_no_later_call(worker):
+    with pytest.raises((pickle.PicklingError, AttributeError)):
+        worker.call(abs, lambda: None)
+    with pytest.raises(RuntimeError, match=r"(?s)which plans:.*pickle"):
+        worker.call(eval, "lambda: None")
+    assert worker.call(abs, -4) == 4
+
+
+def test_an_interrupted_call_leaves_no_answer_to_the_next_one(monkeypatch):
+    worker = Worker()
+
+    def interrupt(pipe: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(pickle, "load", interrupt)
+        worker.call(abs, -4)
+    with pytest.raises(RuntimeError, match=r"which plans, has ended with code"):
+        worker.call(abs, -5)
 
 
 def test_a_process_that_has_ended_is_told():
