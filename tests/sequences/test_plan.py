@@ -78,6 +78,7 @@ CLUSTERS = st.builds(nodes_of, st.integers(1, 4), st.integers(1, 6), st.integers
 @example([30000], nodes_of(2, 4), "zones", MHA, 512, True)  # one document longer than a node's capacity
 @example([1] * 1000, nodes_of(2, 3), "chunks", GQA, 512, False)
 @example([997] * 13, nodes_of(3, 5), "chunks", GQA, 512, True)
+@example([3], nodes_of(4, 2, 8), "zones", MHA, 512, False)  # routing speeds up keys on a ring more than gradients
 def test_every_plan_of_ragged_batches(lengths, cluster, method, shape, chunk, tight):
     """Validation in SequencePlan holds every token exactly once; linear layers get equal tokens; the capacity holds."""
     mean = -(-sum(lengths) // cluster.world_size)
@@ -93,7 +94,8 @@ def test_every_plan_of_ragged_batches(lengths, cluster, method, shape, chunk, ti
         assert not plan.remapped
     cost = step_cost(plan, cluster, shape)
     assert cost.total >= limit_seconds(lengths, cluster, shape) * (1 - 1e-9)
-    assert cost.total <= step_cost(plan, cluster, shape, routed=False).total
+    direct = step_cost(plan, cluster, shape, routed=False)
+    assert cost.exchange <= direct.exchange and cost.remap <= direct.remap, "the quicker way is not taken"
 
 
 @settings(max_examples=60)
