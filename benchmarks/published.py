@@ -147,8 +147,8 @@ def _layers_training(quick: bool) -> dict[str, float]:
 def _experts_drift(quick: bool) -> dict[str, float]:
     with Progress(console=Console(stderr=True), transient=True) as progress:
         rows = [row for row in experts_plans.grid(6, progress) if row.case.endswith("drift 0.2")]
-    left, clustered = ([100 * row.figure - 100 for row in rows if row.method == name] for name in _WITH_COSTS)
-    return {"least": min(left), "most": max(left), "most with --cluster": max(clustered)}
+    left = [100 * row.figure - 100 for row in rows if row.method in _WITH_COSTS]
+    return {"least": min(left), "most": max(left)}
 
 
 def _layers_plans(quick: bool) -> dict[str, float]:
@@ -190,8 +190,7 @@ FIGURES = (
            "experts, emulated", ("quota", "prophet", "shadow", "forced balance"), 0.06),
     Figure("docs/experts.md", r"even routing \| costs ([\d.]+) %", "experts, emulated", ("even",), 0.5),
     Figure("docs/experts.md", r"([\d.]+) % off a step", "experts, real", ("saved",), 5),
-    Figure("docs/experts.md", r"each iteration, (\d+) to (\d+) % of imbalance stay, up to (\d+) %", "drift",
-           ("least", "most", "most with --cluster"), 3),
+    Figure("docs/experts.md", r"each iteration, \[(\d+) to (\d+) % of imbalance stay", "drift", ("least", "most"), 3),
     Figure("docs/sequences.md", r"six cases \| ([\d.]+) times faster \| ([\d.]+)", "sequences, emulated",
            ("gain", "to limit"), 0.1),
     Figure("docs/sequences.md", r"mixed length \| ([\d.]+) to ([\d.]+) times faster \| ([\d.]+) to ([\d.]+)",

@@ -27,15 +27,11 @@ def area_of_ranks(samples: list[tuple[int, ...]], ranks: int, groups: int, metho
     return np.concatenate(found)
 
 
-UNEVEN = "chunks leaves two ranks of a group at 0.87 and 1.13 of the mean, with pieces that no cut evens out"
-
-
 @pytest.mark.parametrize(
     ("context", "distribution"),
     [
         *((1, distribution) for distribution in DISTRIBUTIONS),
-        *(pytest.param(4, each, marks=pytest.mark.exhaustive) for each in DISTRIBUTIONS if each != "mix"),
-        pytest.param(4, "mix", marks=[pytest.mark.exhaustive, pytest.mark.xfail(reason=UNEVEN, strict=True)]),
+        *(pytest.param(4, distribution, marks=pytest.mark.exhaustive) for distribution in DISTRIBUTIONS),
     ],
 )
 def test_groups_are_as_even_as_one_plan(context, distribution):
