@@ -281,7 +281,7 @@ def _even_head(sequence: int, moved: _Crossing, nodes: _Nodes) -> dict[int, int]
     # node: tokens of sequences that are not cut, and of the beginning.
     busy, room = [float(tokens) for tokens in moved.both], [0] * len(nodes)
     for node, pieces in enumerate(nodes):
-        room[node] = sum(stop - start for own, start, stop in pieces if own not in last and own not in moved.holders)
+        room[node] = sum(stop - start for own, start, stop in pieces if own not in moved.holders)
     for start, stop, node in moved.holders[sequence]:
         early = max(0, min(stop, end) - start)
         room[node] += early
