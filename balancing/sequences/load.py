@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-__all__ = ["TILE", "area_of_first", "causal_area", "zigzag_area", "zigzag_areas"]
+__all__ = ["TILE", "area_between", "area_of_first", "causal_area", "zigzag_area", "zigzag_areas"]
 
 TILE = 128  # queries, and keys, of a tile of flash attention
 
@@ -19,6 +19,11 @@ def causal_area(lengths: Sequence[int] | np.ndarray, window: int | None = None) 
     window: tokens before itself that a token sees; None for all.
     """
     return int(area_of_first(np.asarray(lengths, dtype=np.int64), window).sum())
+
+
+def area_between(start: int, stop: int) -> int:
+    """Query-key pairs of tokens [start, stop) of a document, each of which sees the document up to itself."""
+    return (stop * (stop + 1) - start * (start + 1)) // 2
 
 
 def area_of_first(tokens: np.ndarray, window: int | None = None) -> np.ndarray:

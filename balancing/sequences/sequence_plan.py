@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
-from balancing.sequences.load import area_of_first, causal_area
+from balancing.sequences.load import area_between, area_of_first, causal_area
 
 __all__ = [
     "AttentionShape",
@@ -52,7 +52,7 @@ class Shard(NamedTuple):
     @property
     def area(self) -> int:
         """Query-key pairs whose query is in the shard: each sees its sequence from the beginning to itself."""
-        return (self.stop * (self.stop + 1) - self.start * (self.start + 1)) // 2
+        return area_between(self.start, self.stop)
 
 
 class LatentShape(NamedTuple):

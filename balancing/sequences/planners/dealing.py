@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 
+from balancing.sequences.load import area_between
+
 __all__ = ["TOLERANCE", "Piece", "deal", "joined", "piece_area"]
 
 # Most relative error of a bucket's area from cutting at a multiple of the chunk. Later buckets compensate for it.
@@ -52,7 +54,7 @@ def deal(
 
 def piece_area(piece: Piece) -> int:
     """Query-key pairs of a piece's tokens."""
-    return _area(piece[1], piece[2])
+    return area_between(piece[1], piece[2])
 
 
 def joined(pieces: list[Piece]) -> list[Piece]:
@@ -80,15 +82,15 @@ class _Rest:
 
     @property
     def area(self) -> int:
-        return _area(self.start, self.stop)
+        return area_between(self.start, self.stop)
 
     def first(self, tokens: int) -> int:
         """Area of the first `tokens` tokens."""
-        return _area(self.start, self.start + tokens)
+        return area_between(self.start, self.start + tokens)
 
     def last(self, tokens: int) -> int:
         """Area of the last `tokens` tokens."""
-        return _area(self.stop - tokens, self.stop)
+        return area_between(self.stop - tokens, self.stop)
 
     def price(self, tokens: int) -> int:
         """Twice the mean area of the first `tokens` tokens, less a constant; for comparisons."""
@@ -118,7 +120,7 @@ class _Pool:
         self.order = [sequence for _, sequence in whole]
         self.lengths = [length for length, _ in whole]
         self.tokens_to = [0, *accumulate(self.lengths)]
-        self.area_to = [0, *accumulate(_area(0, length) for length in self.lengths)]
+        self.area_to = [0, *accumulate(area_between(0, length) for length in self.lengths)]
         self.low, self.high = 0, len(whole)
         self.cut = [_Rest(*piece) for piece in pieces if piece[1]]
 
@@ -149,7 +151,7 @@ class _Pool:
             return rest
         missing = max(0, tokens - rest.tokens)
         others = [other.last(missing) for other in self.cut if other is not rest and other.tokens >= missing]
-        more = max([_area(longest - missing, longest) if missing <= longest else area, *others])
+        more = max([area_between(longest - missing, longest) if missing <= longest else area, *others])
         return self.longest() if rest.last(tokens - missing) + more < area else rest
 
     def earliest(self, but: _Rest, tokens: int, area: float) -> _Rest | None:
@@ -171,7 +173,7 @@ class _Pool:
         end = min(bisect_right(self.tokens_to, most) - 1, self.high)
         area, missing = self.area_to[end] - self.area_to[self.low], most - self.tokens_to[end]
         if end < self.high:
-            area, missing = area + _area(0, missing), 0
+            area, missing = area + area_between(0, missing), 0
         for rest in sorted((rest for rest in self.cut if rest is not but), key=lambda rest: rest.price(tokens)):
             if rest.tokens >= tokens:
                 area = min(area, rest.first(tokens)) if not missing else area
@@ -185,7 +187,7 @@ class _Pool:
         taken: list[Piece] = []
         while self.low < self.high:
             length = self.lengths[self.low]
-            tokens, area = tokens - length, area - _area(0, length)
+            tokens, area = tokens - length, area - area_between(0, length)
             if tokens < 0 or (tokens <= late.tokens and late.last(tokens) < area):
                 break
             taken.append((self.order[self.low], 0, length))
@@ -240,7 +242,7 @@ def _fill(pool: _Pool, tokens: int, area: float, chunk: int) -> list[Piece]:
             if rest is not None:
                 pool.drop(rest)
         for _, start, stop in taken:
-            tokens, area = tokens - (stop - start), area - _area(start, stop)
+            tokens, area = tokens - (stop - start), area - area_between(start, stop)
         filled += taken
     return filled
 
@@ -264,8 +266,3 @@ def _ends(early: _Rest, late: _Rest, tokens: int, area: float, chunk: int, toler
             return tokens - last, last
         chunk //= 2
     return tokens - round(exact), round(exact)
-
-
-def _area(start: int, stop: int) -> int:
-    """Query-key pairs of tokens [start, stop) of a sequence."""
-    return (stop * (stop + 1) - start * (start + 1)) // 2

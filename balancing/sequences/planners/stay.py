@@ -11,6 +11,7 @@ from itertools import accumulate
 import numpy as np
 
 from balancing.cluster import Cluster
+from balancing.sequences.planners.dealing import piece_area
 from balancing.sequences.sequence_plan import Shard, by_sequence, runs_of
 
 __all__ = ["Lengths", "shed_tails", "zigzag"]
@@ -30,7 +31,7 @@ def shed_tails(linear: Sequence[Shard], lengths: Sequence[int], cluster: Cluster
     pieces: list[list[tuple[int, int, int]]] = [[] for _ in range(ranks)]  # [rank]: (sequence, start, stop)
     for shard in linear:
         pieces[shard.rank].append((shard.sequence, shard.start, shard.stop))
-    area = np.array([sum(map(_area, of_rank)) for of_rank in pieces], dtype=np.int64)
+    area = np.array([sum(map(piece_area, of_rank)) for of_rank in pieces], dtype=np.int64)
     mean, node = area.mean(), np.arange(ranks) // cluster.ranks_per_node
     for _ in range(4 * ranks + len(linear)):
         giver = int(area.argmax())
@@ -43,7 +44,7 @@ def shed_tails(linear: Sequence[Shard], lengths: Sequence[int], cluster: Cluster
             break
         moved = _choose(pieces[giver], lengths, wanted)
         pieces[giver].remove(moved)
-        whole = _area(moved)
+        whole = piece_area(moved)
         if whole > wanted:
             sequence, start, stop = moved
             kept = math.isqrt(8 * (stop * (stop + 1) // 2 - wanted) + 1)
@@ -54,8 +55,8 @@ def shed_tails(linear: Sequence[Shard], lengths: Sequence[int], cluster: Cluster
             pieces[giver].append((sequence, start, cut))
             moved = sequence, cut, stop
         pieces[taker].append(moved)
-        area[giver] -= _area(moved)
-        area[taker] += _area(moved)
+        area[giver] -= piece_area(moved)
+        area[taker] += piece_area(moved)
     shards = [Shard(*piece, rank) for rank, of_rank in enumerate(pieces) for piece in of_rank]
     return [
         Shard(sequence, start, stop, rank)
@@ -65,16 +66,11 @@ def shed_tails(linear: Sequence[Shard], lengths: Sequence[int], cluster: Cluster
     ]
 
 
-def _area(piece: tuple[int, int, int]) -> int:
-    _, start, stop = piece
-    return (stop * (stop + 1) - start * (start + 1)) // 2
-
-
 def _choose(pieces: list[tuple[int, int, int]], lengths: Sequence[int], wanted: int) -> tuple[int, int, int]:
     """The piece to move or to cut: a whole document with at least half of the `wanted` area and at most all of it, else
     the piece with the latest tokens."""
-    fitting = [p for p in pieces if p[1] == 0 and p[2] == lengths[p[0]] and wanted < 2 * _area(p) <= 2 * wanted]
-    return max(fitting, key=_area) if fitting else max(pieces, key=lambda piece: (piece[2], piece))
+    fitting = [p for p in pieces if p[1] == 0 and p[2] == lengths[p[0]] and wanted < 2 * piece_area(p) <= 2 * wanted]
+    return max(fitting, key=piece_area) if fitting else max(pieces, key=lambda piece: (piece[2], piece))
 
 
 def zigzag(lengths: Lengths, ways: int) -> list[Shard]:
