@@ -225,9 +225,9 @@ def _experts(summary: Summary) -> _Figure:
                 " Replicas change which expert-parallel (EP) rank computes a token, not which expert. Before: every "
                 "expert on its home rank. After: with replicas. Their colours end at the fullest rank."
             )
-            if alone := [layer for layer in sorted(homes) if np.array_equal(homes[layer], ranks[layer])]:
-                names = f"Layer{'s' if len(alone) > 1 else ''} {', '.join(map(str, alone))}"
-                caption += f" {names} had no replicas: nothing to gain."
+            if frozen := [layer for layer in sorted(homes) if np.array_equal(homes[layer], ranks[layer])]:
+                names = f"Layer{'s' if len(frozen) > 1 else ''} {', '.join(map(str, frozen))}"
+                caption += f" {names} had no replicas: frozen, or nothing to gain."
         caption += " On the right: the fullest EP rank over the mean. The other ranks wait for it."
     return _figure(title, figures.expert_heat(summary.share_experts, ranks, homes), caption)
 

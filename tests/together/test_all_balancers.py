@@ -62,5 +62,6 @@ def _check_all_at_once(pool: Pool, tmp_path: Path) -> None:
     for balancer in ("experts", "sequences"):  # layers move by the test's plans, not by decision
         assert {line["iteration"] for line in lines if line["balancer"] == balancer} == set(range(1, 7))
     later = [line for line in lines if line["balancer"] == "experts" and line["iteration"] > 4]
-    replicated = {line["layer"] for line in later if line["action"] == "replicate"}
-    assert replicated & {0, 1} and replicated & {2, 3}, "frozen layers and others"
+    assert {line["layer"] for line in later if line["reason"] == "frozen"} == {0, 1}
+    assert {line["layer"] for line in later if line["action"] == "replicate"} <= {2, 3}
+    assert any(line["action"] == "replicate" for line in later)

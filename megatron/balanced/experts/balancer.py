@@ -259,6 +259,8 @@ class ExpertBalancer(StepCallback):
         tables = {}
         for layer in self._layers():
             plan = self._plans[layer]
+            if layer.frozen:  # replicas would be sent for a forward pass only
+                plan.tables = layer.without_replicas
             if layer.placement != plan.placed:
                 tables[layer] = plan.tables
         place_layers(tables)
@@ -339,7 +341,7 @@ class ExpertBalancer(StepCallback):
     def _submit(self, chunk: ExpertChunk, layer: BalancedMoELayer, load: Any) -> None:
         """Plan the next iteration of `layer` if `load`, of the micro-batch that is routed now, is the last of this
         iteration. Does nothing if iterations are captured."""
-        if self._captures:
+        if layer.frozen or self._captures:
             return
         if len(layer.loads) + 1 == get_num_microbatches():
             overlap = self._overlap(chunk, layer)

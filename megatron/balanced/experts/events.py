@@ -53,7 +53,7 @@ def layer_event(
         "moved_bytes": chunk.slots.moved_bytes(layer.experts.position),
         "slot_bytes": chunk.slots.memory_bytes,
         "action": "replicate" if replicas else "keep",
-        "reason": "" if replicas else "nothing to gain" if iteration else "no load seen yet",
+        "reason": "" if replicas else _why_none(layer, iteration),
         "layer": layer.index,
         "planner": planner,
         "drift": plan.drift,
@@ -83,3 +83,9 @@ def _copy(values: list[Any]) -> Any:
     if isinstance(values[0], torch.Tensor):
         return torch.stack(values).to("cpu", non_blocking=True)
     return np.stack(values)
+
+
+def _why_none(layer: BalancedMoELayer, iteration: int) -> str:
+    if layer.frozen:
+        return "frozen"
+    return "nothing to gain" if iteration else "no load seen yet"

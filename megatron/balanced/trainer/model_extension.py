@@ -8,9 +8,9 @@ the report treat the layers of such a model as follows:
   iteration, and the planner's average restarts when they change (`balancing.layers.CostAverage`).
 - **State.** Parameters with their optimizer state and buffers, in checkpoints or not, move with their layer. Hooks and
   plain attributes do not: set them again in `StepCallback.layer_arrived` or `layers_moved`.
-- **Frozen layers.** A move keeps `requires_grad` of parameters. A layer that trains without gradients, in
-  `torch.no_grad()`, must set `frozen` on itself and on its MoE layer. Its forward passes are then not mistaken for
-  recomputation.
+- **Frozen layers.** A move keeps `requires_grad` of parameters. A layer that trains without gradients must set `frozen`
+  on itself and on its MoE layer. Its forward passes are then not mistaken for recomputation, and its experts get no
+  replicas.
 - **Tokens.** A layer may process only some of its tokens. Its input and output must contain all of them.
 - **The report.** `StepCallback.report` adds events, such as `balancing.report.event(..., action="freeze")`.
 """
