@@ -7,9 +7,10 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -112,9 +113,9 @@ def test_training_goes_on_without_its_report(pool, full_disk):
     assert os.path.getsize(full_disk / "report" / "events.jsonl") == 0
 
 
-def _refusal(pool, argv: list[str], *flags: object) -> str:
-    """The last line of a job that ends."""
-    ((code, said),) = pool.run(1, run_command, [*argv, *map(str, flags)])
+def _refusal(pool, argv: list[str], *flags: object, run: Callable = run_command) -> str:
+    """The last line of a job that ends. run: on the rank, in place of `run_command`."""
+    ((code, said),) = pool.run(1, run, [*argv, *map(str, flags)])
     assert code == 2, said
     (line,) = [line for line in said.splitlines() if line.startswith("pretrain_gpt.py")]
     assert said.splitlines()[-1] == line
@@ -128,9 +129,23 @@ def test_a_checkpoint_names_its_folder_and_iteration(pool, small_disk):
     )
 
 
+def _after_tensorboards_thread(argv: list[str]) -> tuple[object, str]:
+    """`run_command`, where TensorBoard's thread has printed its own traceback before its error reaches training."""
+    from tensorboard.summary.writer.event_file_writer import _AsyncWriter
+
+    check = _AsyncWriter._check_worker_status
+
+    def check_ended(self: Any) -> None:
+        if self._worker.exception is not None:
+            self._worker.join()
+        check(self)
+
+    _AsyncWriter._check_worker_status = check_ended
+    return run_command(argv)
+
+
 def test_tensorboard_names_its_folder(pool, full_disk):
-    """TensorBoard's thread prints its own traceback before it."""
-    assert _refusal(pool, BASE, "--tensorboard-dir", full_disk / "board") == (
+    assert _refusal(pool, BASE, "--tensorboard-dir", full_disk / "board", run=_after_tensorboards_thread) == (
         f"no space is left on the disk of --tensorboard-dir {full_disk}/board; free some, and start again"
     )
 
