@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.weights import ADAM_EPS
+
 STEPS, SAVED, RANKS, SEQUENCE = 6, 4, 4, 32  # SAVED: the step after which there is a checkpoint
 PACK, VOCABULARY = 768, 128  # tokens of a micro-batch of packed sequences
 
@@ -54,7 +56,7 @@ def _config(pipeline: int, folder: str, exact: bool, core: type | None = None) -
         validation=config.ValidationConfig(eval_interval=3, eval_iters=1),
         optimizer=config.OptimizerConfig(
             optimizer="adam", lr=1e-2, min_lr=1e-3, bf16=False, fp16=False, clip_grad=0.0,
-            use_distributed_optimizer=True, overlap_param_gather=True,
+            adam_eps=ADAM_EPS, use_distributed_optimizer=True, overlap_param_gather=True,
         ),
         scheduler=config.SchedulerConfig(
             lr_decay_style="linear", lr_warmup_iters=0, lr_decay_iters=10, start_weight_decay=0.1, end_weight_decay=0.1,

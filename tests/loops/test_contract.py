@@ -40,11 +40,14 @@ def _sample(number: int, replica: int) -> dict[str, Any]:
     }
 
 
-def _train(balanced: bool, steps: str) -> tuple[list[float], dict[str, np.ndarray], list[dict], list[str]]:
+def _train(
+    balanced: bool, steps: str
+) -> tuple[list[float], dict[str, np.ndarray], list[dict[str, np.ndarray]], list[dict], list[str]]:
+    """Returns losses, weights, the gradients of each step, events, and what was refused."""
     import torch
 
     from tests.support.small_moe import build
-    from tests.support.weights import named_weights
+    from tests.support.weights import ADAM_EPS, named_weights
 
     torch.set_default_dtype(torch.float64)
     overlap = steps == "overlap"
@@ -62,7 +65,7 @@ def _train(balanced: bool, steps: str) -> tuple[list[float], dict[str, np.ndarra
     from megatron.balanced.loop import Balancers, ExpertBalancer, SequenceBalancer
     from megatron.balanced.shared.job import Job
 
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, eps=ADAM_EPS)
     model.config.no_sync_func = model.no_sync if overlap else None
     plain, events, refused = get_forward_backward_func(), [], []
     ended, plan = threading.Event(), planning.ReplicaPlanner._plan
@@ -100,6 +103,7 @@ def _train(balanced: bool, steps: str) -> tuple[list[float], dict[str, np.ndarra
         return losses, loss
 
     found: list[float] = []
+    gradients = []
 
     def call(numbers: list[int], forward_only: bool = False) -> None:
         run = get_forward_backward_func()
@@ -145,6 +149,7 @@ def _train(balanced: bool, steps: str) -> tuple[list[float], dict[str, np.ndarra
             finalize_model_grads([model])
             for parameter in model.parameters():
                 parameter.grad = parameter.main_grad
+            gradients.append(named_weights([model.module], gradients=True))
             optimizer.step()
         assert not numbers
         RouterReplay.clear_global_indices()
@@ -152,16 +157,18 @@ def _train(balanced: bool, steps: str) -> tuple[list[float], dict[str, np.ndarra
         experts._planner.adopt()  # raises what a plan has raised
         balancers.close()
     assert get_forward_backward_func() is plain
-    return found, named_weights([model.module]), [event() for event in events], refused
+    return found, named_weights([model.module]), gradients, [event() for event in events], refused
 
 
 @pytest.mark.parametrize("steps", STEPS)
 def test_what_other_loops_do_changes_no_number(pool, steps):
-    from tests.support.weights import assert_same_weights
+    from tests.support.weights import assert_same_gradients, assert_same_weights
 
     balanced, plain = (pool.run(RANKS, _train, on, steps) for on in (True, False))
     for (losses, *_), (expected, *_) in zip(balanced, plain, strict=True):
         np.testing.assert_allclose(losses, expected, rtol=1e-12)
+    for step in range(ROLLOUTS * len(STEPS[steps])):
+        assert_same_gradients(*([gradients[step] for *_, gradients, _, _ in run] for run in (balanced, plain)))
     assert_same_weights([weights for _, weights, *_ in balanced], [weights for _, weights, *_ in plain])
     events = [event for *_, told, _ in balanced for event in told]
     schedules = ROLLOUTS * sum(map(len, STEPS[steps]))

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.weights import ADAM_EPS
+
 STEPS = 4
 
 
@@ -115,7 +117,9 @@ def _built() -> tuple[Any, Any]:
     model = build(torch.float64)
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-    return model, get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-2, clip_grad=0.0), [model])
+    return model, get_megatron_optimizer(
+        OptimizerConfig(optimizer="adam", lr=1e-2, adam_eps=ADAM_EPS, clip_grad=0.0), [model]
+    )
 
 
 @pytest.mark.parametrize("loop", [_slime, _swift])

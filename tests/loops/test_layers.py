@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.support.sampled import sampled
-from tests.support.weights import assert_same_weights, named_weights
+from tests.support.weights import ADAM_EPS, assert_same_weights, named_weights
 
 STEPS, VOCABULARY, SEQUENCE, SAMPLES = 6, 60, 16, 2
 PIPELINE, EXPERTS = 2, 2  # sizes
@@ -152,7 +152,7 @@ def _train(name: str, balanced: bool, moves: bool = True) -> Ended:
     )  # fmt: skip
     chunks, layer_spec = _model(case, config)
     of_optimizer = OptimizerConfig(
-        optimizer="adam", lr=1e-2, min_lr=1e-3, clip_grad=0.0, bf16=case.half, params_dtype=dtype,
+        optimizer="adam", lr=1e-2, min_lr=1e-3, adam_eps=ADAM_EPS, clip_grad=0.0, bf16=case.half, params_dtype=dtype,
         use_distributed_optimizer=case.distributed, overlap_param_gather=case.distributed,
     )  # fmt: skip
     optimizer = get_megatron_optimizer(of_optimizer, chunks)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.support.packages_apart import why_missing
+from tests.support.weights import ADAM_EPS
 
 STEPS, RANKS, SEQUENCES, VOCABULARY, EXPERTS = 6, 4, 8, 128, 4
 REPLAYED, PACKED = ("R2", "R3"), ("packed", "R2", "R3")
@@ -89,7 +90,13 @@ def _engine(mode: str, events: list) -> Any:
         router_replay=EngineRouterReplayConfig(mode=mode if mode in REPLAYED else "disabled"),
     )  # fmt: skip
     optimizer = McoreOptimizerConfig(
-        lr=1e-2, clip_grad=0.0, total_training_steps=10, lr_decay_steps=10, lr_warmup_steps=0, lr_decay_style="constant"
+        lr=1e-2,
+        override_optimizer_config={"adam_eps": ADAM_EPS},
+        clip_grad=0.0,
+        total_training_steps=10,
+        lr_decay_steps=10,
+        lr_warmup_steps=0,
+        lr_decay_style="constant",
     )
     return Tiny(model, settings, optimizer, None)
 

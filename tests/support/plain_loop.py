@@ -1,8 +1,11 @@
 """`examples/plain_loop.py` in float64, with its balancers or without."""
 
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+from tests.support.weights import ADAM_EPS
 
 __all__ = ["train"]
 
@@ -16,6 +19,7 @@ def train(steps: int, folder: Path, balanced: bool) -> tuple[list[float], Any, s
 
     slow_layers(SetClock().install(), lambda number: (1.0, 2.0))
     torch.set_default_dtype(torch.float64)
+    example.OptimizerConfig = partial(example.OptimizerConfig, adam_eps=ADAM_EPS)
     if not balanced:
         begun = []
         build = example.build

@@ -13,11 +13,13 @@ from typing import Any
 import numpy as np
 
 from tests.support.program import parse
+from tests.support.weights import ADAM_EPS
 
 # A model small enough for a CPU, with every kind of parameter: tied embeddings, biases, norms.
 MODEL = (
     "--device cpu --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
     "--position-embedding-type rope --micro-batch-size 1 --global-batch-size 4 --train-iters 4 --lr 1e-3 "
+    f"--adam-eps {ADAM_EPS} "  # `weights.py` says why
     "--eval-interval 1000 --eval-iters 0 --log-interval 1 --num-workers 0 --distributed-timeout-minutes 5"
 ).split()
 MOCK_DATA = "--mock-data --tokenizer-type NullTokenizer --vocab-size 127".split()
