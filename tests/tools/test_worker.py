@@ -64,15 +64,35 @@ def test_an_interrupted_call_leaves_no_answer_to_the_next_one(monkeypatch):
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(pickle, "load", interrupt)
         worker.call(abs, -4)
-    with pytest.raises(RuntimeError, match=r"which plans, has ended with code"):
-        worker.call(abs, -5)
+    assert worker.call(abs, -5) == 5
 
 
-def test_a_process_that_has_ended_is_told():
+@pytest.mark.parametrize(
+    "number, told", [(signal.SIGKILL, "ended with code -9"), (signal.SIGSTOP, "has not answered for 2 seconds")]
+)
+@pytest.mark.parametrize("size", [1, 1 << 20], ids=["small", "more than a pipe holds"])
+def test_a_process_that_ends_or_stops_is_told_and_the_rank_plans_itself(monkeypatch, capsys, number, told, size):
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setattr("balancing.worker._ANSWER_SECONDS", 2)
+    worker, asked = Worker(), np.arange(size)
+    there = worker.call(os.getpid)
+    os.kill(there, number)
+    assert np.array_equal(worker.call(np.flip, asked), asked[::-1])
+    assert worker.call(os.getpid) == os.getpid()
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line == f"> rank 3: process {there}, which plans, {told}; this rank makes its plans itself from now on"
+
+
+def test_a_process_that_ends_within_its_answer_is_no_answer(monkeypatch):
     worker = Worker()
-    os.kill(worker.call(os.getpid), signal.SIGKILL)
-    with pytest.raises(RuntimeError, match=r"which plans, has ended with code -9"):
-        worker.call(abs, -4)
+
+    def cut(pipe: object) -> None:
+        raise pickle.UnpicklingError("pickle data was truncated")
+
+    worker._process.kill()
+    with monkeypatch.context() as patched:
+        patched.setattr(pickle, "load", cut)
+        assert worker.call(abs, -4) == 4
 
 
 @pytest.mark.parametrize("number", [None, signal.SIGINT, signal.SIGKILL])
