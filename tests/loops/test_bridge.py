@@ -223,6 +223,31 @@ def test_transformer_engines_layers_move_and_a_checkpoint_resumes_where_they_wer
         np.testing.assert_allclose(losses, expected, rtol=2e-6)  # float32
         ended = len(losses) // STEPS * (STEPS - SAVED)
         np.testing.assert_allclose(later, losses[-ended:], rtol=2e-6)
+    ((layouts, said),) = bridge.run(1, _resumed_layouts, folder)
+    moved = layouts.pop("same")
+    assert moved == "Et|tttL"
+    assert len(layouts) == 5 and {*layouts.values()} == {"E|ttttL"}, "a layout of other sizes was taken over"
+    assert said.count("\n") == said.count(f"the checkpoint's layout {moved} is left alone") == 5, said
+
+
+def _resumed_layouts(folder: str) -> tuple[dict[str, Any], str]:
+    """The layout with which a run of each of these sizes resumes, and what is printed."""
+    from megatron.balanced.loops.bridge import resume_layout
+
+    own, found, said = "E|ttttL", {}, io.StringIO()
+    changed: dict[str, dict[str, Any]] = {
+        "same": {}, "one stage": {"pipeline_model_parallel_size": 1}, "more layers": {"num_layers": 6},
+        "chunks": {"virtual_pipeline_model_parallel_size": 2}, "four stages": {"pipeline_model_parallel_size": 4},
+        "prediction": {"mtp_num_layers": 1},
+    }  # fmt: skip
+    for name, sizes in changed.items():
+        config = _config(2, folder, False)
+        config.checkpoint.load, config.checkpoint.ckpt_step = folder, SAVED
+        vars(config.model).update(pipeline_model_parallel_layout=own, **sizes)
+        with contextlib.redirect_stdout(said):
+            resume_layout(config)
+        found[name] = config.model.pipeline_model_parallel_layout
+    return found, said.getvalue()
 
 
 def _example(overrides: list[str]) -> tuple[list[dict], str]:

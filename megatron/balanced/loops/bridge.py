@@ -10,12 +10,16 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
 from balancing.cluster import Cluster
 from balancing.experts.config import ExpertConfig
 from balancing.layers.config import LayerConfig
 from balancing.sequences.config import SequenceConfig
 from megatron.balanced.loop import Balancers, ExpertBalancer, LayerBalancer, SequenceBalancer
 from megatron.balanced.shared.job import Job
+from megatron.balanced.shared.log import print_once
+from megatron.balanced.shared.model_checks import check_configs
 
 __all__ = ["Balance", "resume_layout"]
 
@@ -53,6 +57,7 @@ class Balance:
         if self._sequences is not None:
             made.append(SequenceBalancer(model, self._sequences, cluster=self._cluster, **shared))
         if self._layers is not None:
+            check_configs("LayerBalancer", config.checkpoint)
             made.append(
                 LayerBalancer(
                     model,
@@ -80,9 +85,14 @@ class Balance:
         self.balancers.close()
 
 
+_STAGES, _CHUNKS = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
+# What a layout depends on, and the value that None stands for.
+_SIZES = {"num_layers": None, "mtp_num_layers": 0, _STAGES: 1, _CHUNKS: 1}
+
+
 def resume_layout(config: Any) -> None:
     """Set the pipeline layout in `config` to that of the checkpoint that `pretrain` resumes from. All ranks call it
-    before `pretrain`. It does nothing without a checkpoint."""
+    before `pretrain`. It does nothing without a checkpoint, and prints a line if the run has other sizes."""
     from megatron.bridge.training.utils import checkpoint_utils as files
 
     folder = config.checkpoint.load
@@ -94,7 +104,20 @@ def resume_layout(config: Any) -> None:
             step = files.read_train_state(files.get_checkpoint_train_state_filename(folder, prefix="latest")).step
         folder = files.get_checkpoint_name(folder, step)
     saved = files.read_run_config(files.get_checkpoint_run_config_filename(folder))["model"]
-    config.model.pipeline_model_parallel_layout = saved["pipeline_model_parallel_layout"]
+    layout = saved.get("pipeline_model_parallel_layout")
+    if layout is None:
+        return
+    sizes = {name: getattr(config.model, name, None) or none for name, none in _SIZES.items()}
+    own = config.model.pipeline_model_parallel_layout
+    if own is not None and sizes[_CHUNKS] == 1:  # Megatron-LM derives the number of chunks
+        along = own if isinstance(own, list) else PipelineParallelLayerLayout.parse_str_to_list(str(own))
+        sizes[_CHUNKS] = max(1, len(along) // sizes[_STAGES])
+    for name, now in sizes.items():
+        then = saved.get(name) or _SIZES[name]
+        if then != now:
+            print_once(f"> the checkpoint's layout {layout} is left alone: it has {name}={then}, and this run {now}")
+            return
+    config.model.pipeline_model_parallel_layout = layout
 
 
 def _layer_spec(provider: Any) -> Callable[[int | None], Any]:

@@ -16,7 +16,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron.balanced.shared.incompatible import EXPERTS, LAYERS, Incompatible, refused
 
-__all__ = ["check_model", "mark_model", "unmark_model"]
+__all__ = ["check_configs", "check_model", "mark_model", "unmark_model"]
 
 _CAPTURED = "a captured graph repeats the plain model"
 _OWN = "with it Megatron-LM balances experts itself"
@@ -50,7 +50,7 @@ def check_model(kind: str, chunks: Sequence[torch.nn.Module], optimizer: Any = N
                 f"the model has a balancer of class {kind} already; close() its Balancers before another one"
             )
     _check_groups(chunks)
-    _check_configs(kind, chunks, optimizer)
+    check_configs(kind, get_model_config(chunks[0]), chunks[0].ddp_config, getattr(optimizer, "config", None))
     for chunk in chunks:
         for module in chunk.modules():
             if getattr(module, "cuda_graphs", None) or hasattr(module, "cudagraph_manager"):
@@ -113,9 +113,11 @@ def _check_groups(chunks: Sequence[torch.nn.Module]) -> None:
                 )
 
 
-def _check_configs(kind: str, chunks: Sequence[torch.nn.Module], optimizer: Any) -> None:
+def check_configs(kind: str, *configs: Any) -> None:
+    """Raise ValueError for a value in `configs` that a balancer of class `kind` does not support. A config may be
+    None."""
     known: dict[str, Any] = {}
-    for config in (get_model_config(chunks[0]), chunks[0].ddp_config, getattr(optimizer, "config", None)):
+    for config in configs:
         known |= {} if config is None else vars(config)
     known = {
         name: _DTYPES.get(value, value) if isinstance(value, torch.dtype) else value for name, value in known.items()
