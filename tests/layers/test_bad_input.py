@@ -44,6 +44,11 @@ REFUSED = {
         "dropout",
         "use --attention-dropout 0 --hidden-dropout 0",
     ),
+    "the plan of another save": (
+        {"ckpt_assume_constant_structure": True},
+        "--ckpt-assume-constant-structure",
+        "drop it",
+    ),
     "FSDP": ({"use_megatron_fsdp": True}, "--use-megatron-fsdp", "--use-distributed-optimizer"),
     "fp4": ({"fp4": "e2m1"}, "--fp4-format e2m1", "use --bf16"),
     "experts in one tensor": ({"moe_single_grouped_weight": True}, "--moe-single-grouped-weight", "drop it"),

@@ -53,6 +53,12 @@ FLAGS = {
     "generator of a GPU, without one": ("--cuda-graph-impl local", "--cuda-graph-impl local", "impl none"),
     "CUDA's profiler, without it": ("--profile", "--profile", "add --use-pytorch-profiler"),
     "ring exchange": ("--use-ring-exchange-p2p", "--use-ring-exchange-p2p", "drop it"),
+    "a writer that chooses a GPU, without one": (
+        "--async-save --use-persistent-ckpt-worker --async-strategy mcore --save saved --save-interval 2",
+        "--async-save",
+        "this run does not have",
+        "drop it",
+    ),
     "no chunks": (
         "--num-virtual-stages-per-pipeline-rank 0",
         "--num-virtual-stages-per-pipeline-rank 0",

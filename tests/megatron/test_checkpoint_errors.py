@@ -1,12 +1,15 @@
 """A checkpoint that cannot be loaded or written ends the job in one line: which one, why, and what to do."""
 
+import errno
 import os
 import shutil
 from pathlib import Path
 
 import pytest
 
+from megatron.balanced.trainer.checks import checkpoints
 from tests.support.command import run_command
+from tests.support.refusals import assert_refused
 from tests.support.sampled import sampled
 from tests.support.training import MOCK_DATA, MODEL, MOE
 
@@ -75,7 +78,81 @@ def test_ranks_say_it_once(pool, checkpoint):
     os.truncate(_shard(checkpoint), 1000)
     argv = [*BASE, "--pipeline-model-parallel-size", "2", "--load", str(checkpoint)]
     line = _refusal(pool.run(2, run_command, argv))
-    assert "the checkpoint of iteration 4 in " in line and "a file is missing or damaged" in line
+    assert "the checkpoint of iteration 4 in " in line and "a file is damaged: restore it" in line
+
+
+@pytest.mark.parametrize(
+    "cause, way_out",
+    [
+        (KeyError("decoder.layers.mlp"), "load another one with --ckpt-step: [2]"),
+        (AssertionError("of a kind nobody knows"), "load another one with --ckpt-step: [2]"),
+        (PermissionError(errno.EACCES, "Permission denied", "shard"), "mend that, or load another one"),
+        (FileNotFoundError(errno.ENOENT, "No such file", "optimizer/shard"), "restore the file, or load another one"),
+        (EOFError(), "a file is damaged: restore it, or load another one"),
+        (RuntimeError("PytorchStreamReader failed reading zip archive"), "a file is damaged: restore it"),
+        (ValueError("optimizer/iter_0000004: odd"), "load another one with --ckpt-step: [2]"),
+        (ValueError("shape mismatch of optimizer.state.exp_avg"), "its optimizer state is of another layout"),
+    ],
+)  # fmt: skip
+def test_only_what_is_known_is_blamed_on_files(tmp_path, cause, way_out):
+    """Also in a folder whose name is a word that causes are known by."""
+    folder = tmp_path / "optimizer"
+    (folder / "iter_0000002").mkdir(parents=True)
+    cause.args = tuple(
+        each.replace("optimizer/", f"{folder}/") if isinstance(each, str) else each for each in cause.args
+    )
+    found = checkpoints._way_out(cause, folder, "4")
+    assert found.startswith(way_out)
+    assert ("damaged" in found) == ("damaged" in way_out)
+
+
+def _fails_to_load(argv: list[str]) -> tuple[object, str]:
+    from megatron.core import dist_checkpointing
+
+    def load(*unused: object, **also_unused: object) -> None:
+        raise KeyError("of a kind\nnobody knows")
+
+    dist_checkpointing.load = load
+    return run_command(argv)
+
+
+def test_megatrons_words_are_passed_on(pool, saved):
+    line = _refusal(pool.run(1, _fails_to_load, [*BASE, "--load", str(saved)]))
+    assert line.startswith(f"Megatron-LM could not load the checkpoint of iteration 4 in {saved}: KeyError: ")
+    assert "nobody knows" in line and line.endswith("; load another one with --ckpt-step: [2]")
+
+
+def _writes_in_a_process_that_fails(argv: list[str]) -> tuple[object, str]:
+    """An asynchronous save whose process has failed, as Megatron-LM's loop finds it later."""
+    from megatron.training import async_utils, training
+
+    class Failed:
+        def maybe_finalize_async_calls(self, *unused: object, **also_unused: object) -> None:
+            raise OSError("the writer has ended")
+
+    def finalize(*unused: object, **also_unused: object) -> None:
+        async_utils._async_calls_queue = Failed()
+        args = checkpoints.megatrons_arguments()
+        args.async_save = True
+        async_utils.maybe_finalize_async_save()
+
+    training.maybe_finalize_async_save = finalize
+    return run_command(argv)
+
+
+def test_a_writer_that_failed_is_of_no_iteration(pool, tmp_path):
+    line = _refusal(
+        pool.run(1, _writes_in_a_process_that_fails, [*BASE, "--save", str(tmp_path), "--save-interval", "9"])
+    )
+    assert line == f"a checkpoint cannot be written to --save {tmp_path}: OSError: the writer has ended"
+
+
+def test_tied_prediction_layers_in_a_pipeline_are_refused(pool, saved):
+    """Megatron-LM cannot read, either, what it cannot write."""
+    flags = "--mtp-num-layers 1 --pipeline-model-parallel-size 2 --load"
+    assert_refused(pool, [*BASE, *flags.split()], {
+        "read": ([str(saved)], f"--load {saved}", "--mtp-num-layers 1", "use --pipeline-model-parallel-size 1"),
+    })  # fmt: skip
 
 
 @pytest.mark.parametrize("other", ["--num-layers 6", "--hidden-size 64", " ".join(MOE)], ids=["layers", "width", "MoE"])

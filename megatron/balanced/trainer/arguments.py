@@ -142,6 +142,11 @@ def _refuse(args: argparse.Namespace, config: BalanceConfig, device: str) -> Non
         raise ValueError("--fp64 is for reference runs on the CPU; add --device cpu or drop --fp64")
     if device == "cpu":
         _refuse_without_gpu(args)
+    if args.async_save and args.async_strategy == "nvrx" and not assumes_gpus() and not _has_resiliency():
+        raise ValueError(
+            "--async-save with --async-strategy nvrx needs nvidia-resiliency-ext, which is not installed or too old; "
+            "install it, or use --async-strategy mcore"
+        )
     if args.transformer_impl == "transformer_engine" and not assumes_gpus() and not _has_transformer_engine():
         raise ValueError(
             "--transformer-impl transformer_engine needs Transformer Engine, which is not installed or cannot be "
@@ -188,12 +193,20 @@ def _refuse(args: argparse.Namespace, config: BalanceConfig, device: str) -> Non
 
 # Megatron-LM's flags that need a GPU, and what each does. --profile needs none with --use-pytorch-profiler.
 _OF_GPUS = {
+    "async_save": "writes checkpoints in a process that chooses a GPU",
     "gpu_sniff_test_interval": "measures the speed of GPUs",
     "log_straggler": "logs temperature and clock of GPUs",
     "nccl_ub": "registers buffers of GPUs with NCCL",
     "optimizer_cuda_graph": "captures the step of an optimizer on a GPU",
     "profile": "starts CUDA's profiler",
 }
+
+
+def _has_resiliency() -> bool:
+    """Whether Megatron-LM can import its asynchronous writers."""
+    from megatron.core.dist_checkpointing.strategies.nvrx import has_nvrx_async_support
+
+    return has_nvrx_async_support()
 
 
 def _has_transformer_engine() -> bool:

@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import json
 import os
+import pickle
 import re
 import shutil
 import sys
@@ -30,6 +31,8 @@ __all__ = [
 _TRACKER = "latest_checkpointed_iteration.txt"
 _MOST_CHARACTERS = 300  # of a reason
 _FULL_BYTES = 1 << 20  # free, below which a disk counts as full
+# What torch says of a file that is shorter than, or differs from, what its index says.
+_BROKEN = re.compile(r"PytorchStreamReader|unexpected EOF|Ran out of input|pickle data was truncated|invalid load key")
 _OUTPUTS = ("save", "balance_report", "tensorboard_dir", "data_cache_path")
 
 
@@ -81,8 +84,9 @@ def check_load(args: argparse.Namespace) -> None:
         if not (checkpoint / ".metadata").stat().st_size:
             raise ValueError("empty")
     except (OSError, ValueError) as error:
+        fault = "is damaged" if isinstance(error, FileNotFoundError | ValueError) else "cannot be loaded"
         raise LocalError(
-            f"checkpoint {checkpoint} is damaged: its metadata.json or .metadata cannot be read ({error}); {instead}"
+            f"checkpoint {checkpoint} {fault}: its metadata.json or .metadata cannot be read ({error}); {instead}"
         ) from error
 
 
@@ -110,7 +114,9 @@ def explain_checkpoint(error: BaseException) -> str | None:
     args = megatrons_arguments()
     if args.save is None:
         return "Megatron-LM stops and would save a checkpoint, but --save is not given; it says above why it stops"
-    what = f"the checkpoint of iteration {_local(error, 'iteration')} cannot be written"
+    iteration = _local(error, "iteration")  # unknown where a process of --async-save has failed
+    what = "a checkpoint" if iteration is None else f"the checkpoint of iteration {iteration}"
+    what += " cannot be written"
     if full := full_folders(args):
         return f"{what}: no space is left on the disk of {' and '.join(full)}; free some, and start again"
     return f"{what} to --save {args.save}: {_reason(cause)}"
@@ -132,10 +138,10 @@ def _cannot_load(cause: BaseException | None) -> str:
     iteration = str(args.ckpt_step or "")
     with contextlib.suppress(OSError):
         iteration = iteration or (folder / _TRACKER).read_text().strip()
-    what = f"the checkpoint of iteration {iteration} in {folder} cannot be loaded"
+    what = f"the checkpoint of iteration {iteration} in {folder}"
     if cause is None:
-        return f"{what}: Megatron-LM says why above; {_instead(folder, iteration)}"
-    return f"{what}: {_reason(cause)}; {_way_out(cause, folder, iteration)}"
+        return f"Megatron-LM could not load {what} and says why above; {_instead(folder, iteration)}"
+    return f"Megatron-LM could not load {what}: {_reason(cause)}; {_way_out(cause, folder, iteration)}"
 
 
 def _reason(cause: BaseException) -> str:
@@ -148,15 +154,22 @@ def _instead(folder: Path, iteration: str) -> str:
 
 
 def _way_out(cause: BaseException, folder: Path, iteration: str) -> str:
-    text = str(cause).split("not in state dict")[0]  # the rest lists what is in it
+    instead = _instead(folder, iteration)
+    if isinstance(cause, FileNotFoundError):
+        return f"restore the file, or {instead}"
+    if isinstance(cause, OSError) and cause.errno is not None:
+        return f"mend that, or {instead}"
+    if isinstance(cause, EOFError | pickle.UnpicklingError) or _BROKEN.search(str(cause)):
+        return f"a file is damaged: restore it, or {instead}"
+    text = str(cause).replace(str(folder), "").split("not in state dict")[0]  # the rest lists what is in it
     if "parameter group" in text or "optimizer" in text or "entries in state dict" in text:
         return (
             "its optimizer state is of another layout or optimizer (with experts, Megatron-LM stores it in another way "
             "for --expert-model-parallel-size 1): train with that layout, or add --no-load-optim"
         )
-    if "shape mismatch" in text or "size mismatch" in text or text != str(cause):
+    if "shape mismatch" in text or "size mismatch" in text or "not in state dict" in str(cause):
         return "it is of another model: give the flags it was trained with"
-    return f"a file is missing or damaged: restore it, or {_instead(folder, iteration)}"
+    return instead
 
 
 def _action(frames: traceback.StackSummary) -> str | None:

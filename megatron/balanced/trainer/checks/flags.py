@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 
 from megatron.balanced.shared.errors import LocalError
+from megatron.balanced.trainer.checks.checkpoints import nothing_to_load
 from megatron.balanced.trainer.checks.corpus import INDEX_HEAD, check_lengths
 
 __all__ = [
@@ -65,13 +66,18 @@ def _check_writable(what: str, folder: str) -> None:
 
 def check_saves(args: argparse.Namespace) -> None:
     """Raise ValueError for an interval of saving without --save, and for a model whose checkpoint Megatron-LM fails to
-    write."""
+    write or to read."""
     last = str(args.pipeline_model_parallel_layout or "m").split("|")[-1]
     is_tied = args.mtp_num_layers and not args.untie_embeddings_and_output_weights
-    if args.save and args.ckpt_format != "torch" and is_tied and args.pipeline_model_parallel_size > 1 and "m" in last:
+    given = None
+    if args.save:
+        given, verb, instead = f"--save {args.save}", "write", "add --untie-embeddings-and-output-weights"
+    elif args.load and nothing_to_load(args) is None:
+        given, verb, instead = f"--load {args.load}", "read", "use --pipeline-model-parallel-size 1"
+    if given and args.ckpt_format != "torch" and is_tied and args.pipeline_model_parallel_size > 1 and "m" in last:
         raise ValueError(
-            f"--save {args.save} with --mtp-num-layers {args.mtp_num_layers} in a pipeline: Megatron-LM cannot write a "
-            "checkpoint if embedding and head share weights; add --untie-embeddings-and-output-weights"
+            f"{given} with --mtp-num-layers {args.mtp_num_layers} in a pipeline: Megatron-LM cannot {verb} a "
+            f"checkpoint if embedding and head share weights; {instead}"
         )
     for kind in ("params", "activations", "tokens-per-expert", "wgrads", "dgrads"):
         flag = f"--save-{kind}-interval"
