@@ -3,6 +3,7 @@ a move the run resumes from the last one."""
 
 import os
 import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.moving import move_at, train_moving
+from tests.support.moving import Plans, move_at, train_moving
+from tests.support.patience import PATIENCE
 from tests.support.plain import train_plainly
-from tests.support.training import EXACT, MODEL, Run, assert_same, differences, train, train_rank
+from tests.support.training import (
+    EXACT,
+    MODEL,
+    RankRun,
+    Run,
+    assert_same,
+    differences,
+    join,
+    train,
+    train_rank,
+    watch,
+)
 
 PP2 = "--pipeline-model-parallel-size 2"
 OVERLAPS = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
@@ -59,6 +72,50 @@ def test_goes_on_without_our_package(pool, corpus, tmp_path):
     whole = _moved_and_saved(pool, 2, f"{SINGLE} {PP2}", base, tmp_path)
     theirs = train_plainly(pool, 1, [*base, *f"{SINGLE} --load {tmp_path} {LATER}".split()], tmp_path)
     _assert_goes_on(theirs, whole, 1e-6, 1e-5)
+
+
+def _saves_slowly(argv: list[str], plans: Plans, folder: Path) -> tuple[RankRun, bool]:
+    """A rank whose checkpoints are written by another process, which waits until layers have moved and one more step
+    has ended. Returns the run, and whether the checkpoint was complete before."""
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    from megatron.balanced.layers import balancer as layers
+    from tests.support.program import parse
+
+    moved, write = folder / f"moved on {os.environ['RANK']}", FileSystemWriterAsync.write_preloaded_data
+    complete = []
+
+    def write_later(*args: Any, **kwargs: Any) -> Any:
+        deadline = time.monotonic() + PATIENCE
+        while not moved.exists():
+            assert time.monotonic() < deadline, "layers did not move"
+            time.sleep(0.01)
+        return write(*args, **kwargs)
+
+    def end_step(self: Any) -> None:
+        if self.iteration == min(plans):
+            complete.append((folder / "latest_checkpointed_iteration.txt").exists())
+            moved.touch()
+
+    FileSystemWriterAsync.write_preloaded_data = staticmethod(write_later)
+    layers.LayerBalancer.end_step = end_step
+    move_at(plans)
+    args, config, train = parse(argv)
+    args.async_save, args.use_persistent_ckpt_worker, args.async_strategy = True, False, "mcore"
+    finish = watch(True)
+    train(args, config)
+    return finish(), complete[0]
+
+
+def test_a_checkpoint_that_is_written_while_layers_move(pool, corpus, tmp_path):
+    """It has what was there when it began, wherever layers were."""
+    base = [*MODEL, *corpus, *EXACTLY.split(), *PP2.split()]
+    save = ["--balance-layers", "--save", str(tmp_path), "--save-interval", "2"]
+    ranks = pool.run(2, _saves_slowly, [*base, *save], {2: ((1,), (3,))}, tmp_path)
+    assert not any(complete for _, complete in ranks), "the writer did not wait"
+    whole = join([run for run, _ in ranks])
+    resumed = train(pool, 2, f"--load {tmp_path} --ckpt-step 2", base=base, parameters=True)
+    _assert_goes_on(resumed, replace(whole, losses=[0.0, *whole.losses]), 1e-12, 1e-12)
 
 
 def _dies_in_a_move(argv: list[str], victim: int) -> None:
