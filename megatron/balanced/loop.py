@@ -5,9 +5,10 @@ balancing also needs `Balancers.after_step` after each optimizer step. Nothing e
 `examples/plain_loop.py` is an example.
 """
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -120,6 +121,11 @@ class ExpertBalancer(experts.ExpertBalancer):
 
     def end_step(self) -> None:
         super().end_step()
+        use_plain(self._exchanged)
+
+    def abandon_schedule(self) -> None:
+        super().abandon_schedule()
+        use_balanced(self._exchanged)  # also those that have not begun
         use_plain(self._exchanged)
 
 
@@ -262,7 +268,6 @@ class LayerBalancer(StepCallback):
         self._observer.layer_arrived(layer, chunk)
 
     def begin_step(self, iteration: int, config: Any) -> None:
-        self._micro_batches = (*self._micro_batches[-1:], get_num_microbatches())
         self._observer.begin_step(self._steps, config)
 
     def begin_schedule(self) -> None:
@@ -272,7 +277,11 @@ class LayerBalancer(StepCallback):
         self._observer.end_schedule()
 
     def end_step(self) -> None:
+        self._micro_batches = (*self._micro_batches[-1:], get_num_microbatches())
         self._observer.end_step()
+
+    def abandon_schedule(self) -> None:
+        self._observer.abandon_schedule()
 
     def close(self) -> None:
         """Stop measuring. Layers stay where they are."""
@@ -326,7 +335,7 @@ class Balancers:
                 return forward_backward_func(*args, **kwargs)
             if self._before is not None:
                 self._before(kwargs)
-            with schedule_of(kwargs["num_microbatches"]):
+            with schedule_of(kwargs["num_microbatches"]), self._abandons():
                 config = get_model_config(_first(kwargs["model"]))
                 for balancer in self._balancers:
                     balancer.begin_step(self._schedules, config)
@@ -341,6 +350,16 @@ class Balancers:
             return result
 
         return run
+
+    @contextlib.contextmanager
+    def _abandons(self) -> Iterator[None]:
+        """A context of a schedule. If it raises an exception, the loop may catch that and go on with another one."""
+        try:
+            yield
+        except BaseException:
+            for balancer in reversed(self._balancers):
+                balancer.abandon_schedule()
+            raise
 
     def after_step(self) -> None:
         """Call this on all ranks after each optimizer step if layers are balanced. Layers may move here."""

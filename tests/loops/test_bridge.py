@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -232,7 +233,8 @@ def test_transformer_engines_layers_move_and_a_checkpoint_resumes_where_they_wer
 
 def _resumed_layouts(folder: str) -> tuple[dict[str, Any], str]:
     """The layout with which a run of each of these sizes resumes, and what is printed."""
-    from megatron.balanced.loops.bridge import resume_layout
+    from balancing.layers.config import LayerConfig
+    from megatron.balanced.loops.bridge import Balance, resume_layout
 
     own, found, said = "E|ttttL", {}, io.StringIO()
     changed: dict[str, dict[str, Any]] = {
@@ -247,6 +249,10 @@ def _resumed_layouts(folder: str) -> tuple[dict[str, Any], str]:
         with contextlib.redirect_stdout(said):
             resume_layout(config)
         found[name] = config.model.pipeline_model_parallel_layout
+    config.checkpoint.ckpt_assume_constant_structure = True
+    run = SimpleNamespace(state=SimpleNamespace(cfg=config), model=None)
+    with pytest.raises(ValueError, match="LayerBalancer is incompatible with ckpt_assume_constant_structure=True"):
+        Balance(layers=LayerConfig(enabled=True)).on_data_init_start(run)
     return found, said.getvalue()
 
 

@@ -25,6 +25,7 @@ class Case(NamedTuple):
         sums of gradients are rounded.
     numbers: of micro-batches, in turn.
     steps: of the loop.
+    fails: whether a schedule that fails precedes each step, and routers keep routing for a replay.
     """
 
     before: str
@@ -36,6 +37,7 @@ class Case(NamedTuple):
     half: bool = False
     numbers: tuple[int, ...] = (4,)
     steps: int = STEPS
+    fails: bool = False
 
 
 CASES = {
@@ -44,12 +46,16 @@ CASES = {
     "distributed optimizer": Case("Ettt|tttL", "Ett|t*4L", "Et*5|tL", distributed=True),
     "bfloat16": Case("Ettt|tttL", "Ett|t*4L", "Et*5|tL", distributed=True, half=True),
     "two chunks, bfloat16": Case("Ett|tt|tt|ttL", "Et|ttt|tt|ttL", "Et|t|t|t*5L", 8, chunks=2, half=True),
-    "numbers that change": Case("Ettt|tttL", "Ett|t*4L", "Et*5|tL", numbers=(4, 2, 3)),
+    "numbers that change": Case("Ettt|tttL", "Ett|t*4L", "Et*5|tL", numbers=(4, 2, 3), fails=True),
     "hybrid": Case("M-*E|M-*E", "M-*|EM-*E", "M-*EM-*|E", "M-*E|M-*E", distributed=True),
 }
 
 # The step after which the gate looks at those that came after the move has half as many micro-batches.
 SMALL_STEP = Case("Ettt|tttL", "Ett|t*4L", "", numbers=(*(4,) * 9, 2), steps=10)
+
+
+class Fault(RuntimeError):
+    """What a loop catches."""
 
 
 class Ended(NamedTuple):
@@ -116,6 +122,7 @@ def _train(name: str, balanced: bool, moves: bool = True) -> Ended:
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
     from megatron.core.ssm.mamba_layer import MambaLayer
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.moe.router_replay import RouterReplay
     from megatron.core.transformer.transformer_config import TransformerConfig
     from megatron.core.utils import unwrap_model
 
@@ -148,7 +155,7 @@ def _train(name: str, balanced: bool, moves: bool = True) -> Ended:
         gated_linear_unit=True, params_dtype=dtype, pipeline_dtype=dtype, bf16=case.half, attention_dropout=0.0,
         hidden_dropout=0.0, transformer_impl="local", mamba_state_dim=8, mamba_head_dim=8, mamba_num_groups=2,
         # As Megatron-LM demands of two stages with several chunks: batched, messages to and fro would mix.
-        overlap_p2p_comm=case.chunks > 1, batch_p2p_comm=case.chunks == 1,
+        overlap_p2p_comm=case.chunks > 1, batch_p2p_comm=case.chunks == 1, moe_enable_routing_replay=case.fails,
     )  # fmt: skip
     chunks, layer_spec = _model(case, config)
     of_optimizer = OptimizerConfig(
@@ -157,7 +164,14 @@ def _train(name: str, balanced: bool, moves: bool = True) -> Ended:
     )  # fmt: skip
     optimizer = get_megatron_optimizer(of_optimizer, chunks)
     scheduler = OptimizerParamScheduler(optimizer, 0.0, 1e-2, 1e-3, 0, 10, "linear", 0.1, 0.1, 10, "constant")
-    config.finalize_model_grads_func, config.grad_scale_func = finalize_model_grads, optimizer.scale_loss
+    fails: list[bool] = []
+
+    def finalize(*args: Any, **kwargs: Any) -> None:
+        finalize_model_grads(*args, **kwargs)
+        if fails:  # on all ranks, after all messages between stages
+            raise Fault(fails.pop())
+
+    config.finalize_model_grads_func, config.grad_scale_func = finalize, optimizer.scale_loss
     starts = [chunk.start_grad_sync for chunk in chunks]
     config.no_sync_func = [chunk.no_sync for chunk in chunks] if virtual else chunks[0].no_sync
     config.grad_sync_func = starts if virtual else starts[0]
@@ -179,17 +193,23 @@ def _train(name: str, balanced: bool, moves: bool = True) -> Ended:
         losses = model(tokens[:, :-1], positions, None, labels=tokens[:, 1:])
         return losses, lambda output: (output.mean(), {"loss": output.detach().mean()})
 
-    told = []
-    for step in range(case.steps):
+    def schedule(first: int, number: int) -> list[dict[str, Any]]:
         for chunk in chunks:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
-        number = case.numbers[step % len(case.numbers)]
-        seeds = range(100 * step, 100 * step + number)
-        given = run(
+        seeds = range(first, first + number)
+        return run(
             forward_step_func=forward_step, data_iterator=[iter(seeds) for _ in chunks] if virtual else iter(seeds),
             model=chunks, num_microbatches=number, seq_length=SEQUENCE, micro_batch_size=SAMPLES, forward_only=False,
         )  # fmt: skip
+
+    told = []
+    for step in range(case.steps):
+        if case.fails:
+            fails.append(True)
+            with pytest.raises(Fault):
+                schedule(100 * step + 50, 5)
+        given = schedule(100 * step, case.numbers[step % len(case.numbers)])
         told += [float(each["loss"]) for each in given]
         optimizer.step()
         scheduler.step(1)
@@ -199,6 +219,10 @@ def _train(name: str, balanced: bool, moves: bool = True) -> Ended:
                 layers.move(case.by_hand)
     for chunk in chunks if case.distributed else []:
         chunk.start_param_sync(force_sync=True)
+    if case.fails:
+        replays = [getattr(module, "router_replay", None) for chunk in chunks for module in chunk.modules()]
+        expected = [id(replay) for replay in replays if replay is not None]
+        assert expected == [id(replay) for replay in RouterReplay.global_router_replay_instances], "routers of others"
     advised = layers.advise() if balanced and not moves else ""
     if balanced and moves:
         assert layers.layout == layouts[-1] == (case.by_hand or case.by_cost)

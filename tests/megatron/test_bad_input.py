@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from tests.support.command import run_command, run_python
 from tests.support.corpus import heavy_tailed, write_documents
@@ -255,6 +256,18 @@ def _flags_that_do_not_exist(argv: list[str]) -> list[str]:
         *hybrid._OLD_NAMES,
     }
     return [name for name in sorted(names) if name not in present or shown(name, True) not in known]
+
+
+def test_a_writer_without_its_package(monkeypatch):
+    """On a GPU; on a CPU there is no asynchronous writer."""
+    from megatron.balanced.trainer import arguments
+
+    monkeypatch.setattr(arguments, "_has_resiliency", lambda: False)
+    asked = argparse.Namespace(async_save=True, async_strategy="nvrx")
+    with pytest.raises(
+        ValueError, match=r"--async-strategy nvrx needs nvidia-resiliency-ext.*use --async-strategy mcore"
+    ):
+        arguments._refuse(asked, argparse.Namespace(fp64=False), "cuda")
 
 
 def test_flags_that_are_refused_exist(pool):

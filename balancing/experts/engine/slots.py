@@ -208,6 +208,9 @@ class ReplicaSlots:
         self._leaving: list[Relay] = []  # transfers that are received here but may still be sending
         self._passed: list[int] = []  # layers after their backward pass, with gradients that may be in flight
         self._micro_batches = 1
+        self._in_progress = False  # whether an iteration has begun and not ended
+        self.is_abandoned = False  # whether the last iteration has failed, and its transfers may be in flight
+        self.started = 0  # transfers of this iteration
         self._statistics = TransferStatistics()
         self._clock: DeviceClock = CudaClock() if self._device.type == "cuda" else CpuClock()
         self._waits: list[tuple[Any, Any]] = []  # clock marks at the begin and end of each wait
@@ -255,6 +258,7 @@ class ReplicaSlots:
         """
         in_flight = any(layer.fetching or layer.reduction for layer in self._layers)
         assert not (in_flight or self._leaving or self._passed), "transfers of the last iteration are not finished"
+        self._in_progress, self.started = True, 0
         self._waits.clear()
         self._content = [None] * len(self._content)
         self._micro_batches = micro_batches
@@ -327,6 +331,7 @@ class ReplicaSlots:
         shares: as in `Postings.start`.
         """
         turns = 0
+        self.started += 1
         if chains:
             turns = max(chain.replicas for chain in chains) + len(split_pieces(like)) - 1
         return self._postings.start(hops, turns, shares)
@@ -509,6 +514,32 @@ class ReplicaSlots:
             self._leaving += layer.fetching
             layer.fetching.clear()
         self._finish_sends()
+        self._in_progress = False
         assert all(layer.backwards in (0, self._micro_batches) for layer in self._layers), (
             "a layer missed a backward pass"
         )
+
+    def abandon(self) -> None:
+        """The iteration has failed, if one is in progress: drop its gradients. This does not communicate. Transfers
+        stay in flight until `end_abandoned`."""
+        if not self._in_progress:
+            return
+        self._in_progress, self.is_abandoned = False, True
+        for layer in self._layers:
+            self._leaving += layer.fetching
+            if layer.reduction is not None:
+                self._leaving.append(layer.reduction.relay)
+            layer.fetching.clear()
+            layer.reduction = layer.accumulated = None
+            for leaves in layer.leaves:
+                for leaf in leaves:
+                    leaf.grad = None
+                    if self.homes.fused:
+                        leaf.main_grad = None  # type: ignore[attr-defined]
+        self._passed.clear()
+
+    def end_abandoned(self) -> None:
+        """Wait for the transfers of an iteration that has failed, if there are any. All ranks of the group call it
+        together, after they have failed at the same place."""
+        self._finish_sends()
+        self.is_abandoned = False

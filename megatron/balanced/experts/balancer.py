@@ -43,7 +43,7 @@ from megatron.balanced.shared.callbacks import HeldBytes, StepCallback, trained
 from megatron.balanced.shared.job import Job
 from megatron.balanced.shared.micro_batches import get_num_microbatches
 from megatron.balanced.shared.optimizer_state import state_bytes
-from megatron.balanced.shared.process_groups import cluster_of, duplicate_group
+from megatron.balanced.shared.process_groups import cluster_of, duplicate_group, gather_objects
 
 __all__ = ["ExpertBalancer", "ReplicaMemoryError"]
 
@@ -232,11 +232,26 @@ class ExpertBalancer(StepCallback):
 
     def begin_step(self, iteration: int, config: Any) -> None:
         self._iteration = iteration
+        self._end_abandoned()
         if self._planner.adopt():
             check_same_plans([self._plans[layer] for layer in self._layers()], self._hosts)
         if self._captures:
             self._capture_anew()
         self._model_config = config
+
+    def _end_abandoned(self) -> None:
+        """End the transfers of a schedule that has failed. Raises RuntimeError if ranks failed at different places."""
+        chunks = [chunk.slots for chunk in self._chunk_at.values() if chunk.slots.is_abandoned]
+        if not chunks:
+            return
+        if len({*gather_objects(tuple(slots.started for slots in chunks), self._hosts)}) > 1:
+            raise RuntimeError(
+                f"ranks {dist.get_process_group_ranks(self._process_group)} left a schedule of balanced experts at "
+                "different places, so its transfers cannot end; let all ranks raise in the same micro-batch, or start "
+                "again from a checkpoint"
+            )
+        for slots in chunks:
+            slots.end_abandoned()
 
     def _capture_anew(self) -> None:
         """Drop the graph of the iteration if a placement has changed on any rank, since all ranks capture together."""
@@ -276,8 +291,7 @@ class ExpertBalancer(StepCallback):
                 # A validation or a save has gathered parameters already; each replay must gather them.
                 ddp.reset_param_sync_dispatch_state()
         for layer in self._layers():
-            layer.loads.clear()
-            layer.served.clear()
+            layer.forget_passes()
         for chunk in self._chunk_at.values():
             chunk.begin_step()
 
@@ -313,6 +327,13 @@ class ExpertBalancer(StepCallback):
                 for layer in chunk.layers:
                     overlap = self._overlap(chunk, layer)
                     self._planner.submit(layer, self._plans[layer], layer.loads, self._iteration + 1, overlap)
+
+    def abandon_schedule(self) -> None:
+        self._known = None
+        if self._model_config.finalize_model_grads_func == self._finalize_gradients:
+            self._model_config.finalize_model_grads_func = self._finalize
+        for chunk in self._chunk_at.values():
+            chunk.abandon()
 
     def end_step(self) -> None:
         if self._model_config.cuda_graph_impl != "none":  # a capture may come next, and fails if another thread waits

@@ -107,8 +107,14 @@ class ExpertChunk:
             *(module.register_forward_hook(backward) for module in between),
         ]
 
+    def abandon(self) -> None:
+        """Drop the gradients of an iteration that has failed."""
+        self._waiting.clear()
+        self.slots.abandon()
+
     def close(self) -> None:
-        """Remove the hooks on modules."""
+        """Remove the hooks on modules. All ranks of the group call it together."""
+        self.slots.end_abandoned()
         for hook in self._hooks:
             hook.remove()
 

@@ -242,6 +242,12 @@ class BalancedMoELayer(MoELayer):
         """The tables for splits over `placement`, as `place_layers` takes them."""
         return SplitTables(placement, self.device)
 
+    def forget_passes(self) -> None:
+        """Forget the micro-batches of the last schedule, which may have failed before they were recomputed."""
+        self.loads.clear()
+        self.served.clear()
+        self._splits.clear()
+
     def place(self, placement: ReplicaPlacement) -> None:
         """Split later micro-batches over `placement`."""
         place_layers({self: self.tables(placement)})

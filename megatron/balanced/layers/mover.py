@@ -275,8 +275,9 @@ class LayerMover:
             ends = complete_ends(plan.stages, self.models()[0], self._source)
         self._source.set_layout(plan, self._chunks)
         in_buffers = self._chunks[0].ddp_config.use_distributed_optimizer
-        inventories = before.inventories
+        inventories, replays = before.inventories, _replays(self.models())
         arrived, norms = change_layers(plan, self.models(), self._source, inventories, without_memory=in_buffers)
+        _renew_replays(replays, _replays(self.models()))
         new = [*ends, *norms, *(layer for layer, _ in arrived)]
         layouts = [bucket_layout(ddp, chunk) for chunk, ddp in enumerate(self._chunks)]
         weights = [place_weights(layout, new) for layout in layouts]
@@ -421,6 +422,27 @@ def _forget_offloaded(models: Iterable[torch.nn.Module]) -> None:
     PipelineOffloadManager.reset_instance()
     for model in models:
         model.disable_param_offloading = True  # in the next forward pass, where new weights are marked
+
+
+def _replays(models: Iterable[torch.nn.Module]) -> list[Any]:
+    """Where routers keep routing that is replayed (moe_enable_routing_replay), in the order of layers."""
+    found = [getattr(module, "router_replay", None) for model in models for module in model.modules()]
+    return [replay for replay in found if replay is not None]
+
+
+def _renew_replays(before: list[Any], now: list[Any]) -> None:
+    """Put the routers that a model has `now` into the place of those that it had `before` in the list from which
+    Megatron-LM gives routers their routing, in this order. Other models of the process are in this list, too."""
+    if not (before or now):
+        return
+    listed = type((before or now)[0]).global_router_replay_instances
+    place = min((listed.index(replay) for replay in before), default=len(listed) - len(now))
+    others = {id(replay) for replay in (*before, *now)}
+    first, rest = ([replay for replay in part if id(replay) not in others] for part in (listed[:place], listed[place:]))
+    listed[:] = [*first, *now, *rest]
+    for replay in now:
+        if before and replay.router_replay_action is None:
+            replay.router_replay_action = before[0].router_replay_action
 
 
 def _do_nothing(*unused: Any) -> None:

@@ -159,6 +159,11 @@ class Observer(StepCallback):
             self._write(self._steps[:-1])
             del self._steps[:-1]
 
+    def abandon_schedule(self) -> None:
+        """Drop what was measured of a step that has failed."""
+        if self.step is not None:
+            self._hooks.end_step()
+
     def end_training(self) -> None:
         """Write all measurements and complete the report's files."""
         self._close()

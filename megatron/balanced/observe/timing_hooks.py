@@ -85,6 +85,7 @@ class TimingHooks:
         self._call_begin: Mark = None
         self._latest: dict[bool, Any] = {}  # whether of a whole stage -> the last span that nodes were added to
         self._config: Any = None
+        self._replays: weakref.WeakSet[Replays] = weakref.WeakSet()
 
     # The model.
 
@@ -123,7 +124,7 @@ class TimingHooks:
                 setattr(layer, name, _between(getattr(layer, name), partial(part.enter, layer), partial(leave, layer)))
 
     def _watch_router(self, router: TopKRouter, number: int, layer: torch.nn.Module) -> None:
-        replays: Replays[None] = Replays()
+        replays: Replays[None] = self.replays()
         its_layer = weakref.ref(layer)  # weak, so that a layer that leaves is freed at once
 
         def count(module: torch.nn.Module, args: tuple, output: Any) -> None:
@@ -258,6 +259,16 @@ class TimingHooks:
 
     def begin_schedule(self) -> None:
         self.micro_batch.clear()
+        # A schedule that has failed leaves these behind.
+        self._open.clear()
+        self._call_begin = None
+        for replays in self._replays:
+            replays.clear()
+
+    def replays(self) -> Replays:
+        """The decisions of a module of the model."""
+        self._replays.add(replays := Replays())
+        return replays
 
     def begin_micro_batch(self, chunk: int) -> None:
         """The next micro-batch enters its forward pass in model chunk `chunk`."""
@@ -335,7 +346,7 @@ class _Part:
 
     def __init__(self, hooks: TimingHooks, layer: int | str, chunk: int) -> None:
         self.hooks, self.layer, self.chunk = hooks, layer, chunk
-        self.replays: Replays[int] = Replays()
+        self.replays: Replays[int] = hooks.replays()
         self.begin: Mark = None
 
     def enter(self, module: torch.nn.Module, *unused: Any) -> None:

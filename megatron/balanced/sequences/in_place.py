@@ -139,6 +139,10 @@ class AttentionBalancer(StepCallback):
         self._plain()
         self._known = {}
 
+    def abandon_schedule(self) -> None:
+        self.end_schedule()
+        self._step = []
+
     def _plain(self) -> None:
         plain = {balanced: own for own, balanced in self._classes.items()}
         for core in self._modules:

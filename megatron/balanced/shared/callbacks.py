@@ -70,6 +70,11 @@ class StepCallback:
     def end_step(self) -> None:
         """After the optimizer's step."""
 
+    def abandon_schedule(self) -> None:
+        """The schedule, or a callback around it, has raised an exception that the loop may catch. Undo on this rank
+        what `begin_step` and `begin_schedule` have done, if they were called. Do not communicate: other ranks may be
+        elsewhere. Not called in Megatron-LM's loop, where an exception ends the run."""
+
     def layer_arrived(self, layer: Any, chunk: int) -> None:
         """`layer` has moved to model chunk `chunk` of this rank, with its weights, buffers and optimizer state. It is a
         new module, without the hooks that the layer had on its old rank."""

@@ -19,6 +19,10 @@ class Replays[T]:
     def __init__(self) -> None:
         self._waiting: deque[T] = deque()
 
+    def clear(self) -> None:
+        """Forget first passes that will not be recomputed, since their schedule has failed."""
+        self._waiting.clear()
+
     def decide(self, decide: Callable[[], T]) -> tuple[T, bool]:
         """Returns the result of `decide` in a first pass, or the stored result if this pass recomputes a first pass;
         and whether this pass is a recomputation."""
