@@ -42,8 +42,7 @@ def _forward_steps(fails: list[Any]) -> Callable:
         is_here = bool(fails) and number % MICRO_BATCHES == micro_batch
         if is_here and kind == "before":
             raise Fault(name)
-        handles = []
-        if is_here and kind in ("forward", "backward"):
+        if is_here and kind in ("entry", "forward", "backward"):
             module = model.module.get_submodule(name)
 
             def fail(*unused: Any) -> None:
@@ -54,9 +53,10 @@ def _forward_steps(fails: list[Any]) -> Callable:
                 if first.requires_grad:
                     first.register_hook(fail)
 
-            hook = fail if kind == "forward" else fail_later
-            handles.append(module.register_forward_hook(hook))
-            removed.append(handles[0])
+            if kind == "entry":
+                removed.append(module.register_forward_pre_hook(fail))
+            else:
+                removed.append(module.register_forward_hook(fail if kind == "forward" else fail_later))
         draw = torch.Generator().manual_seed(2 * number + rank)
         tokens = torch.randint(0, 30, (1, TOKENS + 1), generator=draw)
         ends = [*range(0, TOKENS + 1, 16)] if (rank + number) % 2 else [0, TOKENS]
@@ -156,3 +156,46 @@ def test_the_next_schedule_has_the_same_numbers(pool, recompute, shared):
         assert len(losses) == MICRO_BATCHES * (len(PLACES) + 1)
     assert_same_weights([weights for _, weights, _ in found], [weights for _, weights, _ in plain])
     assert sum(replicas for *_, replicas in found) > 0, "no replica was used"
+
+
+def _leave_apart() -> str:
+    """Two ranks leave a schedule on different sides of a transfer. Returns the message of the next schedule."""
+    import torch
+    import torch.distributed as dist
+
+    from tests.support.small_moe import build
+
+    torch.set_default_dtype(torch.float64)
+    model = build(torch.float64, longest=TOKENS)
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+
+    from balancing.experts.config import ExpertConfig
+    from megatron.balanced.loop import Balancers, ExpertBalancer
+    from megatron.balanced.shared.job import Job
+
+    fails: list[Any] = []
+    model.config.finalize_model_grads_func, model.config.no_sync_func = finalize_model_grads, model.no_sync
+    experts = ExpertBalancer([model], ExpertConfig(enabled=True, min_gain=0.0), job=Job(TOKENS, 1, 5))
+    run, forward_step = Balancers(experts).schedule(get_forward_backward_func()), _forward_steps(fails)
+
+    def schedule() -> None:
+        model.zero_grad_buffer()
+        run(
+            forward_step_func=forward_step, data_iterator=iter(range(MICRO_BATCHES)), model=[model],
+            num_microbatches=MICRO_BATCHES, seq_length=TOKENS, micro_batch_size=1, forward_only=False,
+        )  # fmt: skip
+
+    schedule()
+    fails[:] = [("forward" if dist.get_rank() else "entry", "decoder.layers.0.mlp.experts", 0)]
+    with pytest.raises(Fault):
+        schedule()
+    with pytest.raises(RuntimeError) as told:
+        schedule()
+    return str(told.value)
+
+
+def test_ranks_that_left_a_schedule_in_different_places_are_told(pool):
+    for told in pool.run(2, _leave_apart):
+        assert told.startswith("ranks [0, 1] left a schedule of balanced experts at different places, so its transfers")
+        assert told.endswith("; let all ranks raise in the same micro-batch, or start again from a checkpoint")

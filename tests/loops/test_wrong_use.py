@@ -3,6 +3,7 @@
 import contextlib
 import re
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,6 +40,7 @@ def _refusals() -> dict[str, str]:
     from balancing.experts.config import ExpertConfig
     from megatron.balanced.loop import Balancers, ExpertBalancer, LayerBalancer, SequenceBalancer
     from megatron.balanced.shared.job import Job
+    from megatron.balanced.shared.model_checks import check_configs
 
     told, config, job = {}, model.config, Job(SEQUENCE, SAMPLES, 5)
     optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-2), [model])
@@ -82,6 +84,8 @@ def _refusals() -> dict[str, str]:
     refused("main parameters", layers, optimizer.config, main_params_dtype=torch.float16)
     refused("torch's optimizer", lambda: layers(torch.optim.Adam(model.parameters())))
     refused("one stage", layers)
+    again = SimpleNamespace(ckpt_assume_constant_structure=True)
+    refused("plans of saves", lambda: check_configs("LayerBalancer", None, again))
     refused("no length", lambda: ExpertBalancer([model]), model.module, max_sequence_length=None)
     refused("dropout", lambda: SequenceBalancer([model], job=job), attention_dropout=0.1)
     first, attention = experts(), SequenceBalancer([model], job=job)
@@ -114,6 +118,7 @@ EXPECTED = {
     "main parameters": "main_params_dtype=fp16",
     "torch's optimizer": "optimizer of class Adam; use get_megatron_optimizer",
     "one stage": "layers cannot move, since there is only one pipeline stage; drop the LayerBalancer",
+    "plans of saves": "LayerBalancer is incompatible with ckpt_assume_constant_structure=True: it saves by the plan",
     "no length": "the model does not tell its longest sequence; pass job=Job(seq_length)",
     "dropout": "attention_dropout=0.1",
     "a second one": "the model has a balancer of class ExpertBalancer already; close() its Balancers",
