@@ -2,10 +2,11 @@
 # Lints, type-checks and tests. Uses the first Python that has what the tests import, else .venv, which it makes if there is
 # none. Checks and tests whose packages are missing (ruff, mypy, those of scripts/*.txt) are skipped, with a note.
 #
-#     scripts/test.sh                       everything; a sample of the large families of combinations
+#     scripts/test.sh                       what tells most, in ten minutes on two quiet cores
+#     scripts/test.sh --all                 everything; a sample of the large families of combinations
 #     scripts/test.sh --exhaustive          every combination
-#     scripts/test.sh --sample 7            a fifth of those combinations, drawn by a seed, as CI does
-#     scripts/test.sh tests/layers -k move  arguments go to pytest
+#     scripts/test.sh --all --sample 7      a fifth of those combinations as well, drawn by a seed, as CI does
+#     scripts/test.sh tests/layers -k move  arguments go to pytest, which then leaves out no test that --all runs
 #     scripts/test.sh -n 0 --pdb            in one process, to debug
 #     scripts/test.sh --fuzz 20 --seed 7    random command lines instead: each trains two steps or is refused in one line
 #     scripts/test.sh --venv                use .venv, with all packages
@@ -32,6 +33,10 @@ if [ "${1:-}" = --fuzz ]; then
 elif [ "${1:-}" = --soak ]; then
     [[ "${2:-}" == [0-9]* ]] || set -- --soak 300 "${@:2}"
     exec "$python" -m tests.support.soak --steps "${@:2}"
+elif [ $# = 0 ]; then
+    set -- -m "not thorough"
+elif [ "$1" = --all ]; then
+    shift
 fi
 
 has() {
