@@ -1,4 +1,5 @@
-"""Flags of published recipes at toy size: `--balance-experts` changes no number of the same run without it."""
+"""Flags of published recipes at toy size, with whatever `--balance all` switches on for them, small buckets and both
+overlaps: no number of the same run without balancers changes."""
 
 from collections.abc import Callable
 from functools import cache
@@ -15,6 +16,7 @@ from tests.support.stand_ins.fused_moe import train_fused
 from tests.support.training import EXACT, MOCK_DATA, MODEL, RankRun, Run, assert_close, join
 
 SIZES = "--num-layers 2 --global-batch-size 4 --train-iters 4 --expert-model-parallel-size 2"
+OVERLAPS = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 2000"
 GATED = "--swiglu --disable-bias-linear --normalization RMSNorm --untie-embeddings-and-output-weights --qk-layernorm"
 # As in benchmarks/recipes/moe_recipes.json, with smaller sizes.
 DEEPSEEK_V3 = (
@@ -111,7 +113,13 @@ ROUTERS = {
     "one expert a token, probabilities on the input": "--moe-router-topk 1 --moe-router-pre-softmax "
     "--moe-apply-probs-on-input",
 }
-SAMPLE = {"quantile balancing", "DeepSeek-V3, padded", "DeepSeek-V3, HybridEP", "Qwen3, DeepEP, unfused"}
+SAMPLE = {
+    "quantile balancing",
+    "DeepSeek-V3, PP 2",
+    "DeepSeek-V3, padded",
+    "DeepSeek-V3, HybridEP",
+    "Qwen3, DeepEP, unfused",
+}
 
 
 def _train_padded(argv: list[str], keep_parameters: bool) -> RankRun:
@@ -137,7 +145,7 @@ def _train_padded(argv: list[str], keep_parameters: bool) -> RankRun:
     ReplicatedSequentialMLP.forward = noted
     token_dispatcher.get_align_size_for_quantization = lambda config: 16
     run = (train_flex if "flex" in argv else train_fused)(argv, keep_parameters)
-    if "--balance-experts" in argv:
+    if "--balance" in argv:
         assert rows and not any(count % 16 for count in rows), "a physical expert has rows that are no multiple"
     return run
 
@@ -150,13 +158,13 @@ def _rank_of(argv: list[str]) -> Callable[[list[str], bool], RankRun]:
 
 
 def _train(pool: Any, ranks: int, flags: str) -> Run:
-    argv = [*MODEL, *MOCK_DATA, *EXACT, *SIZES.split(), *flags.split()]
+    argv = [*MODEL, *MOCK_DATA, *EXACT, *SIZES.split(), *OVERLAPS.split(), *flags.split()]
     return join(pool.run(ranks, _rank_of(argv), argv, True))
 
 
 def balanced_run(pool: Any, folder: Any, ranks: int, flags: str, least: int = 4) -> Run:
     """Train with replicas, of which at least `least` times a layer's plan has some."""
-    run = _train(pool, ranks, f"{flags} --balance-experts {settings('experts', min_gain=0)} --balance-report {folder}")
+    run = _train(pool, ranks, f"{flags} --balance all {settings('experts', min_gain=0)} --balance-report {folder}")
     replicated = events_in(folder, action="replicate")
     assert len(replicated) >= least, "hardly anything was replicated, so nothing was tested"
     assert np.mean([line["imbalance_after"] - line["imbalance_before"] for line in replicated]) < 0

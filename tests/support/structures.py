@@ -4,27 +4,26 @@ Flags say what is on; structure says how many there are of everything: gradient 
 plan apart, micro-batches, model chunks. A tiny model has one of each, and what goes wrong between two of them does not
 show.
 
-The table is a greedy set cover over all rows that can be. Of libraries, allpairspy leaves out 35 possible pairs where
-values exclude each other as they do here.
+A second table has options of different balancers, with every triple of them and of the parts that a model may have.
 """
 
-import itertools
-import math
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
+from tests.support.covering import Axes, covering
 from tests.support.settings import settings
 
 __all__ = [
     "AXES",
     "REAL",
     "ROUTERS",
+    "balancers_of",
     "batch_of",
     "flags_of",
     "has_parts_of_micro_batches",
+    "model_of",
     "moves_of",
+    "option_rows",
     "rows",
     "world_size",
 ]
@@ -122,43 +121,59 @@ REAL: dict[str, Row] = {
 }
 
 
-def _possible() -> np.ndarray:
-    """bool, a dimension for each axis: which rows meet all conditions."""
-    names, shape = list(AXES), [len(values) for values in AXES.values()]
-    possible = np.ones(shape, bool)
-    for axes, condition in _CONDITIONS:
-        asked = sorted(axes, key=names.index)
-        parts = itertools.product(*(AXES[axis] for axis in asked))
-        holds = np.array([condition(dict(zip(asked, part, strict=True))) for part in parts])
-        possible &= holds.reshape([size if name in asked else 1 for name, size in zip(names, shape, strict=True)])
-    return possible
-
-
 def rows(strength: int) -> list[dict[str, Any]]:
     """Rows that together have every tuple of `strength` values of different axes that some row can have."""
-    sizes = [len(values) for values in AXES.values()]
-    candidates = np.argwhere(_possible())  # [row, axis]
-    # Numbers of the tuples that each row has, a column for each set of axes, unique over all columns.
-    columns, starts = [], [0]
-    for axes in itertools.combinations(range(len(sizes)), strength):
-        numbers = np.ravel_multi_index(candidates[:, axes].T, [sizes[axis] for axis in axes])
-        columns.append((starts[-1] + numbers).astype(np.int32))
-        starts.append(starts[-1] + math.prod(sizes[axis] for axis in axes))
-    missing = np.zeros(starts[-1], bool)
-    for column in columns:
-        missing[column] = True
-    random = np.random.default_rng(0)
-    table = []
-    while missing.any():
-        # A sample of the rows that have the first missing tuple: the best of all rows is hardly better.
-        first = np.argmax(missing)
-        having = np.flatnonzero(columns[np.searchsorted(starts, first, "right") - 1] == first)
-        sample = random.choice(having, min(2000, len(having)), replace=False)
-        tuples = np.stack([column[sample] for column in columns], axis=1)
-        best = np.argmax(missing[tuples].sum(axis=1))
-        missing[tuples[best]] = False
-        table.append({axis: AXES[axis][value] for axis, value in zip(AXES, candidates[sample[best]], strict=True)})
-    return table
+    return covering(AXES, _CONDITIONS, strength)
+
+
+# Options of different balancers, each with the others and with the parts that a model may have.
+_OPTION_AXES: Axes = {
+    "replicas": ("none", "resident", "shared"),
+    "documents": ("whole", "over context ranks", "over data ranks"),
+    "layers": ("stay", "move"),
+    "weight gradients": ("at once", "deferred"),
+    "head": ("untied", "multi-token prediction"),
+    "shared experts": ("none", "some"),
+    "frozen": ("none", "two layers"),
+    "recompute": ("none", "experts", "layers"),
+    "pipeline": ("2", "2 interleaved"),
+}
+_ON = {"experts": "replicas", "sequences": "documents", "layers": "layers", "fill": "weight gradients"}  # axis of each
+
+
+def _balancers(row: Row) -> tuple[str, ...]:
+    """Those that are not as the first value of their axis."""
+    return tuple(name for name, axis in _ON.items() if row[axis] != _OPTION_AXES[axis][0])
+
+
+def option_rows() -> list[Row]:
+    """Rows with at least two balancers that have every triple of `_OPTION_AXES`, the first like a job with
+    `--balance all`. All overlaps are on, with many buckets."""
+    like_deepseek_v3 = {"documents": "whole", "frozen": "none", "recompute": "none", "pipeline": "2"}
+    first = {axis: values[-1] for axis, values in _OPTION_AXES.items()} | {"replicas": "resident"} | like_deepseek_v3
+    several = tuple(_ON.values()), lambda row: len(_balancers(row)) > 1
+    # Else it is refused.
+    freezes = (
+        ("frozen", "recompute", "head"),
+        lambda row: row["frozen"] == "none" or (row["recompute"] != "layers" and row["head"] == "untied"),
+    )
+    drawn = covering(_OPTION_AXES, (several, freezes), 3)
+    return [_of_options(row) for row in (first, *drawn)]
+
+
+def _of_options(drawn: Row) -> Row:
+    several = drawn["documents"] == "over context ranks"
+    fixed = {
+        "data": 1 if several else 2,
+        "context": 2 if several else 1,
+        "expert data": 1,
+        "overlap": "gradients and parameters",
+        "micro-batches": 4,
+        "slots": drawn["replicas"],
+        "router": "a loss of samples",
+        "balancers": _balancers(drawn),
+    }
+    return _USUAL | drawn | fixed
 
 
 _LAYOUT = {"1": "", "2": "Et*3|t*2{}L", "2 interleaved": "Et*2|t|t|t{}L"}  # of five layers
@@ -168,8 +183,16 @@ _MOVES = {"2": ((2,), (3,)), "2 interleaved": ((1, 2), (1, 1))}
 def moves_of(row: Row) -> dict[int, tuple[tuple[int, ...], ...]]:
     """Layers of each chunk [stage][virtual] from an iteration on. Before it and after it, buckets are reduced under
     the backward pass: Megatron does so from the second iteration with a set of buckets on."""
-    movable = row["balancers"] == "on" and row["head"] != "multi-token prediction" and row["pipeline"] != "1"
-    return {2: _MOVES[row["pipeline"]]} if movable else {}
+    return {2: _MOVES[row["pipeline"]]} if "layers" in balancers_of(row) else {}
+
+
+def balancers_of(row: Row) -> tuple[str, ...]:
+    """The balancers of a row, which it names, or all that apply to it if they are on."""
+    if not isinstance(row["balancers"], str):
+        return row["balancers"]
+    movable = row["head"] != "multi-token prediction" and row["pipeline"] != "1"
+    applies = {"experts": True, "sequences": row["context"] > 1, "layers": movable}
+    return tuple(name for name, does in applies.items() if does and row["balancers"] == "on")
 
 
 def has_parts_of_micro_batches(row: Row) -> bool:
@@ -200,7 +223,7 @@ def flags_of(row: Row) -> str:
     if tensor != "1":
         experts = 2 if tensor == "2, experts too" else 1
         flags.append(f"--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size {experts}")
-    flags.append(head_of(row))
+    flags.append(model_of(row))
     if row["optimizer"] != "whole":
         flags.append("--use-distributed-optimizer")
     if row["optimizer"] == "two instances":
@@ -217,16 +240,22 @@ def flags_of(row: Row) -> str:
         flags.append("--recompute-granularity selective --recompute-modules moe")
     elif row["recompute"] == "layers":
         flags.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
-    if row["balancers"] == "on":
-        flags.append(f"--balance-experts {settings('experts', replica_mode=row['slots'])}")
-        flags.append("--balance-sequences" if row["context"] > 1 else "")
-        flags.append("--balance-layers" if moves_of(row) else "")
+    flags_of_balancers = {
+        "experts": f"--balance-experts {settings('experts', replica_mode=row['slots'])}",
+        "sequences": f"--balance-sequences --sequence-domain {'context' if row['context'] > 1 else 'data'}",
+        "layers": "--balance-layers",
+        "fill": "--fill-with-weight-gradients",
+    }
+    return " ".join(flags + [flags_of_balancers[name] for name in balancers_of(row)])
+
+
+def model_of(row: Row) -> str:
+    """Flags that make another model, or train it otherwise. Each has a reference of its own."""
+    flags = [] if row["head"] == "tied" else ["--untie-embeddings-and-output-weights"]
+    if row["head"] == "multi-token prediction":
+        flags.append("--mtp-num-layers 1")
+    if row.get("shared experts") == "some":
+        flags.append("--moe-shared-expert-intermediate-size 32")
+    if row.get("frozen") == "two layers":
+        flags.append("--freeze-layers 2 --freeze-layers-start 2")
     return " ".join(flags)
-
-
-def head_of(row: Row) -> str:
-    """Flags that make another model, which has a reference of its own."""
-    if row["head"] == "tied":
-        return ""
-    mtp = " --mtp-num-layers 1" if row["head"] == "multi-token prediction" else ""
-    return f"--untie-embeddings-and-output-weights{mtp}"

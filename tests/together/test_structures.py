@@ -12,15 +12,16 @@ import pytest
 
 from tests.sequences.test_packed_documents import PACKED, Packed
 from tests.support.structures import (
-    AXES,
     REAL,
     ROUTERS,
     Row,
+    balancers_of,
     batch_of,
     flags_of,
     has_parts_of_micro_batches,
-    head_of,
+    model_of,
     moves_of,
+    option_rows,
     rows,
     world_size,
 )
@@ -32,7 +33,6 @@ STEPS = "--train-iters 5 --lr 1e-3"
 ROUTER = "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 0"
 MODEL = f"{' '.join(MOE)} {ROUTER} --num-layers 5 {STEPS}"
 LOSS = f"{PACKED} --eod-mask-loss --calculate-per-token-loss"
-MODELS = {head_of({"head": head}): head for head in AXES["head"]}
 
 # (iteration, layer) -> the ranks that this rank planned with, the placement's digest, whether it has replicas
 Planned = dict[tuple[int, int], tuple[tuple[int, ...], str, bool]]
@@ -98,7 +98,7 @@ class References:
         self.run = cache(self._run)
 
     def _start(self, model: str) -> Packed:
-        folder = self._folder / str(len(model))
+        folder = self._folder / str(len(list(self._folder.iterdir())))
         folder.mkdir()
         return Packed(self._pool, folder, f"{MODEL} {model}")
 
@@ -110,7 +110,7 @@ class References:
     def of(self, row: Row) -> Run:
         """What a run of the row must equal: one sample is a micro-batch, where that makes no other loss."""
         samples = row["samples"] if has_parts_of_micro_batches(row) else 1
-        return self.run(head_of(row), row["router"], samples, batch_of(row))
+        return self.run(model_of(row), row["router"], samples, batch_of(row))
 
 
 @pytest.fixture(scope="module")
@@ -134,12 +134,12 @@ def _assert_groups_differ(row: Row, ranks: list[Planned]) -> None:
 
 
 def _check(pool: Any, references: References, row: Row) -> None:
-    argv = references.start(head_of(row)).from_start(f"{LOSS} {flags_of(row)}")
+    argv = references.start(model_of(row)).from_start(f"{LOSS} {flags_of(row)}")
     ranks = pool.run(world_size(row), _rank, argv, moves_of(row))
     losses, tensors = differences(join([run for run, _ in ranks]), references.of(row))
     assert losses <= TOLERANCE
     assert tensors <= TOLERANCE
-    if row["balancers"] == "on":
+    if "experts" in balancers_of(row):
         _assert_groups_differ(row, [planned for _, planned in ranks])
 
 
@@ -147,6 +147,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     cases = [pytest.param(row, id=name) for name, row in REAL.items()]
     for number, row in enumerate(rows(2)):  # one of the pairs always
         cases.append(pytest.param(row, id=f"pair {number}", marks=pytest.mark.exhaustive if number else ()))
+    options = option_rows()
+    for number, row in enumerate(options):
+        cases.append(pytest.param(row, id=f"options {number}", marks=pytest.mark.exhaustive if number else ()))
     metafunc.parametrize("row", cases)
 
 

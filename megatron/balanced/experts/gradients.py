@@ -159,7 +159,13 @@ class ExpertChunk:
                 register(parameter, force_all_reduce)
             else:
                 assert parameter not in self._waiting.setdefault(position, {}), "a second gradient in one backward pass"
-                self._waiting[position][parameter] = partial(register, parameter, force_all_reduce)
+                self._waiting[position][parameter] = partial(register_last, parameter, force_all_reduce)
+
+        def register_last(parameter: torch.nn.Parameter, force_all_reduce: bool | None) -> None:
+            # Deferred weight gradients of an earlier micro-batch may be computed now, with the bucket set to it.
+            now, bucket_group.is_last_microbatch = bucket_group.is_last_microbatch, True
+            register(parameter, force_all_reduce)
+            bucket_group.is_last_microbatch = now
 
         return register_grad_ready
 
