@@ -18,6 +18,7 @@ BASE = [
 ]
 FILL = "--fill-with-weight-gradients"
 PP2 = "--pipeline-model-parallel-size 2"
+MTP = "--mtp-num-layers 1 --pipeline-model-parallel-layout Et|tttmL --untie-embeddings-and-output-weights"
 VPP = "--num-virtual-stages-per-pipeline-rank 2 --num-layers 8"
 OVERLAPS = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 2000"
 EP2 = f"{EXPERTS} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
@@ -35,12 +36,29 @@ CASES = {
         4,
         f"{PP2} {EP2} --balance-experts {settings('experts', replica_mode='shared')}",
     ),
-    "PP 2, multi-token prediction": (
+    "PP 2, the first stage frozen": (
         2,
-        f"{PP2} --mtp-num-layers 1 --pipeline-model-parallel-layout Et|tttmL --untie-embeddings-and-output-weights",
+        f"{PP2} --freeze-layers 2 --freeze-layers-start 2 --untie-embeddings-and-output-weights",
+    ),
+    "PP 2, multi-token prediction": (2, f"{PP2} {MTP}"),
+    "PP 2, EP 2, grouped, replicas, multi-token prediction, both overlaps": (
+        4,
+        f"{PP2} {EP2} {MTP} --moe-grouped-gemm {OVERLAPS} --balance-experts {settings('experts', min_gain=0)}",
+    ),
+    "PP 2, EP 2, sequential, replicas, multi-token prediction, both overlaps": (
+        4,
+        f"{PP2} {EP2} {MTP} {OVERLAPS} --balance-experts {settings('experts', min_gain=0)}",
+    ),
+    "PP 2, EP 2, grouped, replicas in shared slots": (
+        4,
+        f"{PP2} {EP2} --moe-grouped-gemm {OVERLAPS} "
+        f"--balance-experts {settings('experts', min_gain=0, replica_mode='shared')}",
     ),
 }
-DEFAULT = ("PP 2, VPP 2, DP 2, both overlaps, layers that move", "PP 2, EP 2, grouped, replicas, both overlaps")
+DEFAULT = (
+    "PP 2, VPP 2, DP 2, both overlaps, layers that move",
+    "PP 2, EP 2, grouped, replicas, multi-token prediction, both overlaps",
+)
 
 
 def _rank(argv: list[str]) -> tuple[Run, int]:

@@ -72,12 +72,9 @@ class WeightGradients:
 
     def watch(self, layer: torch.nn.Module, chunk: int) -> None:
         """Let the linear layers in `layer`, of model chunk `chunk`, defer their weight gradients."""
-        experts_of: dict[torch.nn.Module, Any] = {}
-        for experts in layer.modules():
-            if hasattr(experts, "when_computed"):  # they may have replicas
-                experts_of |= dict.fromkeys(experts.modules(), experts)
-                experts.ends_after_backward_dw = False
-                experts.when_computed = partial(self._after_gradients, layer, chunk, experts)
+        experts_of = _experts_of(layer)
+        for experts in experts_of.values():
+            experts.when_computed = partial(self._after_gradients, layer, chunk, experts)
         for module in deferring(layer):
             experts = experts_of.get(module)
             if _store(module) is None:
@@ -86,13 +83,18 @@ class WeightGradients:
                 self._tell(module, partial(self._put, layer, chunk, experts, module))
 
     def watch_rest(self, ddp: Any) -> None:
-        """Make Transformer Engine's linear layers outside of transformer layers compute their weight gradients at once.
-        Make all of its linear layers pass on gradients as this class does. Called when data parallelism has new hooks.
+        """Make Transformer Engine's linear layers outside of the decoder, as in layers of multi-token prediction,
+        compute their weight gradients at once. Make all of its linear layers pass on gradients as this class does.
+        Called when data parallelism has new hooks.
         """
+        experts_of = _experts_of(ddp)
+        for experts in experts_of.values():
+            if not isinstance(experts.when_computed, partial):
+                experts.when_computed = partial(_compute_first, experts)
         for module in ddp.modules():
             if (store := _store(module)) is not None:
                 if not isinstance(store.put, partial):
-                    self._tell(module, module.backward_dw)
+                    self._tell(module, _nothing if module in experts_of else module.backward_dw)
                 module.wgrad_accumulation_and_reduce_hooks[:] = [partial(self._hand_on, ddp, module)]
 
     def defer(self, on: bool) -> None:
@@ -147,7 +149,7 @@ class WeightGradients:
         if self._defers_of(experts):
             self._queue(layer, chunk, act)
         else:
-            act()
+            _compute_first(experts, act)
 
     # Transformer Engine's linear layers.
 
@@ -160,15 +162,13 @@ class WeightGradients:
 
     def _put(self, layer: Any, chunk: int, experts: Any, module: Any) -> None:
         """The store of `module` got a product."""
-        product = module.backward_dw
-        if experts is not None:
-            if module is not experts.linear_fc1:  # the backward pass comes to it last
-                return
-            product = experts.compute_weight_gradients
-        if self._defers_of(experts):
-            self._queue(layer, chunk, product)
-        else:
-            product()
+        if experts is None:
+            if self._defers:
+                self._queue(layer, chunk, module.backward_dw)
+            else:
+                module.backward_dw()
+        elif module is experts.linear_fc1 and self._defers_of(experts):  # the backward pass comes to it last
+            self._queue(layer, chunk, experts.compute_weight_gradients)
 
     def _hand_on(self, ddp: Any, module: Any) -> None:
         """Add gradients of the weights of `module`, unless the product has added them, and tell their buckets."""
@@ -242,6 +242,28 @@ class WeightGradients:
                     parameter.grad += gradient
 
         self._queue(layer, chunk, compute)
+
+
+def _experts_of(module: torch.nn.Module) -> dict[torch.nn.Module, Any]:
+    """Module within experts that may have replicas -> these experts, which end a pass without `backward_dw`."""
+    experts_of: dict[torch.nn.Module, Any] = {}
+    for experts in module.modules():
+        if hasattr(experts, "when_computed"):
+            experts_of |= dict.fromkeys(experts.modules(), experts)
+            experts.ends_after_backward_dw = False
+    return experts_of
+
+
+def _compute_first(experts: Any, act: Callable[[], None]) -> None:
+    """Call `act` after the weight gradients that grouped experts have delayed. They are not computed earlier, since
+    autograd adds to the gradients of replicas what the linear layers returned before they were complete."""
+    if hasattr(experts, "compute_weight_gradients"):
+        experts.compute_weight_gradients()
+    act()
+
+
+def _nothing() -> None:
+    """Do nothing."""
 
 
 def _put_and_tell(put: Callable, then: Callable[[], None], tensors: Any, product: Callable) -> None:
