@@ -45,7 +45,7 @@ class _Paced(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         stage = ctx.stage
         if stage.filled is not None:
-            stage.filled.begin_backward()
+            stage.filled.begin_backward(stage.chunk)
         stage.occupy("backward", ctx.micro_batch)
         if stage.filled is not None:
             stage.defer()
@@ -89,7 +89,7 @@ class PacedStage(torch.nn.Module):
     def forward(self) -> torch.Tensor:
         micro_batch, self._next = self._next, (self._next + 1) % len(self.seconds["forward"])
         if self.filled is not None:
-            self.filled.begin_forward()
+            self.filled.begin_forward(self.chunk)
         given = self.source if self._input is None else self._input
         return _Paced.apply(given, self, micro_batch)
 
@@ -307,7 +307,7 @@ def _fill(
         pace(sum(deferred.popleft() for _ in range(min(number, len(deferred)))))
 
     order = operations(ranks, micro_batches, chunks=chunks)[rank]
-    schedule = FilledSchedule([operation.kind for operation in order], step.fills[rank], compute)
+    schedule = FilledSchedule([(operation.kind, operation.chunk) for operation in order], step.fills[rank], compute)
     use_filled_schedule(schedule)
     for stage, seconds, count in zip(stages, weight[rank], pieces[rank], strict=True):
         stage.filled = schedule

@@ -114,7 +114,9 @@ class Pruning(StepCallback):
     def _set_mask(self, module: torch.nn.Module, left: torch.Tensor) -> None:
         weight = module.weight
         self.masks[weight] = left.bool() & (weight != 0)
-        module.__dict__.pop("_forward_impl", None)
+        replaced = vars(module).get("_forward_impl")  # perhaps by what defers weight gradients
+        if isinstance(replaced, partial) and replaced.func is _multiply:
+            del module._forward_impl
         if self._multiplies_sparse(module):
             pattern = SparsePattern(self.masks[weight])
             if pattern.density <= self.config.prune_sparse_density:

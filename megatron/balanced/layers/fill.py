@@ -28,35 +28,50 @@ from megatron.balanced.shared.process_groups import duplicate_group, gather_obje
 
 __all__ = ["FilledSchedule", "WeightGradientFill", "use_filled_schedule", "with_filled_waits"]
 
+_Passes = Sequence[tuple[str, int]]
+
 
 class FilledSchedule:
     """The progress of a schedule, and the weight gradients to compute while it waits.
 
-    kinds: "forward" or "backward" for each operation of this rank.
-    pieces: int [operation + 1], pieces of weight gradients to compute before each operation and at the end.
+    passes: of this rank in their order, each ("forward" or "backward", model chunk).
+    pieces: int [pass + 1], pieces of weight gradients to compute before each pass and at the end.
     compute: computes the given number of pieces, the oldest first.
     """
 
-    def __init__(self, kinds: Sequence[str], pieces: Sequence[int], compute: Callable[[int], None]) -> None:
-        self._kinds, self._pieces, self._compute, self._next = kinds, list(pieces), compute, 0
+    def __init__(self, passes: _Passes, pieces: Sequence[int], compute: Callable[[int], None]) -> None:
+        self._passes, self._pieces, self._compute, self._next = passes, list(pieces), compute, 0
+        self._left_out: set[tuple[str, int]] = set()
 
     def wait(self) -> None:
         """The rank is about to wait for messages."""
         pieces, self._pieces[self._next] = self._pieces[self._next], 0
         self._compute(pieces)
 
-    def begin_forward(self) -> None:
+    def begin_forward(self, chunk: int) -> None:
         """A forward pass begins. Pieces planned before it are computed first, since it needs their memory."""
+        self._reach(("forward", chunk))
         self.wait()
-        self._advance("forward")
+        self._next += 1
 
-    def begin_backward(self) -> None:
+    def begin_backward(self, chunk: int) -> None:
         """A backward pass begins. Pieces planned before it are postponed, since other stages wait for its result."""
-        self._pieces[self._next + 1] += self._pieces[self._next]
-        self._advance("backward")
+        self._reach(("backward", chunk))
+        self._postpone()
 
-    def _advance(self, kind: str) -> None:
-        assert self._next < len(self._kinds) and self._kinds[self._next] == kind, "the passes run in another order"
+    def has_no_backward(self, chunk: int) -> None:
+        """Megatron-LM leaves out the backward passes of a chunk whose output needs no gradient: its layers, and all
+        before it, are frozen."""
+        self._left_out.add(("backward", chunk))
+
+    def _reach(self, begins: tuple[str, int]) -> None:
+        while self._next < len(self._passes) and self._passes[self._next] in self._left_out:
+            self._postpone()
+        following = self._passes[self._next : self._next + 1]
+        assert [*following] == [begins], f"{begins} begins in place of {following}"
+
+    def _postpone(self) -> None:
+        self._pieces[self._next + 1] += self._pieces[self._next]
         self._next += 1
 
 
@@ -80,15 +95,15 @@ class WeightGradientFill(StepCallback):
         self._chunks: list[Any] = []
         self._finalize: Callable | None = None
         self._schedule: FilledSchedule | None = None
-        self._planned: dict[int, tuple[Sequence[str], Sequence[int]]] = {}  # by micro-batches, for current layers
+        self._planned: dict[int, tuple[_Passes, Sequence[int]]] = {}  # by micro-batches, for current layers
 
     def attach(self, chunks: list[Any]) -> None:
         self._chunks = chunks
         self._hosts = duplicate_group(mpu.get_pipeline_model_parallel_group(), self._timeout_minutes, on_host=True)
         self.gradients = WeightGradients(chunks, self._timed)
         for number, chunk in enumerate(chunks):
-            chunk.register_forward_pre_hook(self._begin_forward)
-            chunk.register_forward_hook(self._end_forward)
+            chunk.register_forward_pre_hook(functools.partial(self._begin_forward, number))
+            chunk.register_forward_hook(functools.partial(self._end_forward, number))
             for layer in unwrap_model(chunk).decoder.layers:
                 self.gradients.watch(layer, number)
         self.layers_moved()
@@ -133,23 +148,27 @@ class WeightGradientFill(StepCallback):
 
     # Moments of the schedule.
 
-    def _begin_forward(self, module: Any, args: Any) -> None:
+    def _begin_forward(self, chunk: int, module: Any, args: Any) -> None:
         if self._schedule is not None:
-            self._schedule.begin_forward()
+            self._schedule.begin_forward(chunk)
 
-    def _end_forward(self, module: Any, args: Any, output: Any) -> None:
-        if self._schedule is not None and output.requires_grad:
+    def _end_forward(self, chunk: int, module: Any, args: Any, output: Any) -> None:
+        if self._schedule is None:
+            return
+        if output.requires_grad:
             # Not a tensor hook: it is not called if the tensor got another one before a checkpointed layer returned it.
-            output.grad_fn.register_prehook(self._begin_backward)
+            output.grad_fn.register_prehook(functools.partial(self._begin_backward, chunk))
+        else:
+            self._schedule.has_no_backward(chunk)
 
-    def _begin_backward(self, gradients: Any) -> None:
+    def _begin_backward(self, chunk: int, gradients: Any) -> None:
         assert self._schedule is not None
-        self._schedule.begin_backward()
+        self._schedule.begin_backward(chunk)
 
     # The plan.
 
-    def _plan(self, micro_batches: int) -> tuple[Sequence[str], Sequence[int]]:
-        """The operations of this rank, and the pieces before each and at the end."""
+    def _plan(self, micro_batches: int) -> tuple[_Passes, Sequence[int]]:
+        """The passes of this rank, and the pieces before each and at the end."""
         if micro_batches not in self._planned:
             self._planned[micro_batches] = self._simulate(micro_batches)
         return self._planned[micro_batches]
@@ -161,7 +180,7 @@ class WeightGradientFill(StepCallback):
         whole = config.sequence_parallel and config.transformer_impl != "local"
         return mpu.get_tensor_model_parallel_world_size() if whole else 1
 
-    def _simulate(self, micro_batches: int) -> tuple[Sequence[str], Sequence[int]]:
+    def _simulate(self, micro_batches: int) -> tuple[_Passes, Sequence[int]]:
         layers, work, deferred, head = (self._work[:, :, part] for part in range(4))
         stages, chunks = layers.shape
         rank = mpu.get_pipeline_model_parallel_rank()
@@ -177,7 +196,7 @@ class WeightGradientFill(StepCallback):
         )
         step = simulate_fill(passes, micro_batches, schedule=schedule)
         order = operations(stages, micro_batches, chunks=chunks, schedule=schedule)[rank]
-        return tuple(operation.kind for operation in order), step.fills[rank]
+        return tuple((operation.kind, operation.chunk) for operation in order), step.fills[rank]
 
 
 def _work(chunk: Any) -> tuple[float, float, float, float]:
