@@ -173,14 +173,14 @@ def _answer_all(job: tuple[list[list[str]], dict[str, str]]) -> list[Verdict]:
     return [_answer(arguments, environment) for arguments in lines]
 
 
-def verdicts(recipes: Sequence[Recipe]) -> dict[str, list[Verdict]]:
-    """Dry-run each recipe on the ranks that its name tells. Recipe's name -> the verdicts: of Megatron-LM alone, and
-    with each balancer.
+def verdicts(recipes: Sequence[Recipe], also: Sequence[str] = ()) -> dict[str, list[Verdict]]:
+    """Dry-run each recipe on the ranks that its name tells. Recipe's name -> the verdicts: of Megatron-LM alone, with
+    each balancer, and with each flag of `also`.
 
     Called in a process that has not imported Megatron-LM. Raises ValueError for values that do not belong to their
     flags.
     """
-    choices: list[list[str]] = [[], *([balancer] for balancer in BALANCERS)]
+    choices: list[list[str]] = [[], *([flag] for flag in (*BALANCERS, *also))]
     parser = _begin()
     found, jobs = {}, {}
     for recipe in recipes:

@@ -23,7 +23,8 @@ BALANCE = "--balance-experts --balance-layers --balance-sequences".split()
 
 
 def test_a_cluster_is_described_from_a_machine_without_gpus():
-    done = run_python("pretrain_gpt.py", *MOCK_DATA, *JOB, *BALANCE, "--balance-dry-run", WORLD_SIZE="1024")
+    flags = [*BALANCE, "--fill-with-weight-gradients", "--balance-dry-run"]
+    done = run_python("pretrain_gpt.py", *MOCK_DATA, *JOB, *flags, WORLD_SIZE="1024")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].startswith("> device: a GPU") and "1024 rank(s), 8 a node; all assumed" in lines[0]

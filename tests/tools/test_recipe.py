@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.recipe_files import Recipe, read_recipes
-from tests.support.recipes import command_line, markdown, verdicts
+from tests.support.recipes import Verdict, command_line, markdown, verdicts
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SUPPORT = REPOSITORY / "docs/recipes.md"
@@ -14,10 +14,18 @@ RECIPES = REPOSITORY / "benchmarks/recipes/moe_recipes.json"
 HYBRID = REPOSITORY / "benchmarks/recipes/hybrid.json"
 
 
+def _found(pool, path: Path) -> dict[str, list[Verdict]]:
+    """What a dry run says of the recipes of a file. `--balance all` must accept what Megatron-LM accepts."""
+    (found,) = pool.run(1, verdicts, read_recipes(path), ["--balance=all"])
+    for name, (alone, *_, everything) in found.items():
+        assert everything.refusal == alone.refusal, name
+    return {name: answers for name, (*answers, _) in found.items()}
+
+
 @pytest.mark.exhaustive
 def test_the_table_of_the_support_page_is_current(pool):
     """To write it anew: python -m tests.support.recipes benchmarks/recipes/moe_recipes.json"""
-    (found,) = pool.run(1, verdicts, read_recipes(RECIPES))
+    found = _found(pool, RECIPES)
     assert len(found) == 18
     table = markdown(found)
     assert f"{table.rstrip()}\n\n## " in SUPPORT.read_text(), "the table, or what follows it, is of another time"
@@ -31,7 +39,7 @@ def test_the_table_of_the_support_page_is_current(pool):
 @pytest.mark.exhaustive
 def test_the_table_of_hybrid_recipes_is_current(pool):
     """To write it anew: python -m tests.support.recipes benchmarks/recipes/hybrid.json"""
-    (found,) = pool.run(1, verdicts, read_recipes(HYBRID))
+    found = _found(pool, HYBRID)
     assert f"\n{markdown(found).rstrip()}\n\n## " in SUPPORT.read_text(), "the table is of another time"
     published = {name: verdicts for name, verdicts in found.items() if name.startswith("nvidia/")}
     assert len(published) == 3

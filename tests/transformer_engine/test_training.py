@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.experts.test_fusion import _train_fused
+from tests.support.program import parse
 from tests.support.sampled import sampled
 from tests.support.settings import scheme_flags
 from tests.support.training import MOCK_DATA, MODEL, RankRun, Run, join, train
@@ -122,11 +123,10 @@ def test_gradients_accumulate_fused(model_of):
 
 def _error(argv: list[str]) -> str:
     """The one line with which this rank stops."""
-    from megatron.balanced.trainer.arguments import parse_arguments
-
     said = io.StringIO()
     with pytest.raises(SystemExit) as stopped, contextlib.redirect_stderr(said):
-        parse_arguments(argv)
+        args, config, start = parse(argv)
+        start(args, config)
     assert stopped.value.code == 2
     return said.getvalue()
 
@@ -134,3 +134,10 @@ def _error(argv: list[str]) -> str:
 def test_float64_is_refused(engine):
     (line,) = engine.run(1, _error, [*MODEL, *MOCK_DATA, *f"--fp64 {TE}".split()])
     assert line.count("\n") == 1 and "--fp64 is incompatible with --transformer-impl transformer_engine" in line
+
+
+def test_nobody_computes_weight_gradients_that_are_delayed(engine):
+    """Megatron-LM computes them with --overlap-moe-expert-parallel-comm alone."""
+    (said,) = engine.run(1, _error, [*MODEL, *MOCK_DATA, *f"--delay-wgrad-compute {TE}".split()])
+    (line,) = [line for line in said.splitlines() if "error" in line]
+    assert "overlap_moe_expert_parallel_comm must be enabled when enabling delay_wgrad_compute" in line

@@ -187,6 +187,8 @@ def model_config(
     experts: ExpertConfig,
     sequences: SequenceConfig,
     modules: Mapping[type, type] = MappingProxyType({}),
+    *,
+    fills: bool = False,
 ) -> GPTModelConfig | HybridModelConfig:
     """The model that the flags describe, as the config from which `megatron.training.pretrain` builds it.
 
@@ -194,17 +196,14 @@ def model_config(
     experts, sequences: the settings of these balancers.
     modules: Megatron-LM's module -> its replacement by the model's extension
         (`megatron.balanced.trainer.model_extension`).
+    fills: whether --fill-with-weight-gradients is on.
     """
     replacements, of_prediction = _replacements(args, experts, sequences)
     replacements |= modules
-    # Megatron-LM refuses delay_wgrad_compute without overlap_moe_expert_parallel_comm: it is set after the checks.
-    delays = args.delay_wgrad_compute
-    args.delay_wgrad_compute = delays and args.overlap_moe_expert_parallel_comm
-    try:
-        config = _config(args, replacements, of_prediction)
-    finally:
-        args.delay_wgrad_compute = delays
-    config.transformer.delay_wgrad_compute = delays
+    config = _config(args, replacements, of_prediction)
+    if fills and args.transformer_impl != "local":
+        # Set after the checks of Megatron-LM, which refuses it without overlap_moe_expert_parallel_comm.
+        config.transformer.delay_wgrad_compute = True
     return config
 
 

@@ -99,7 +99,8 @@ def _only_run(args: argparse.Namespace, config: BalanceConfig) -> Iterator[None]
 
 def _model(args: argparse.Namespace, config: BalanceConfig, extension: ModelExtension) -> ModelConfig:
     try:
-        model = model_config(args, config.experts, config.sequences, extension.modules(args))
+        fills = config.fill_with_weight_gradients
+        model = model_config(args, config.experts, config.sequences, extension.modules(args), fills=fills)
         if extension.layers_differ(args):
             model.transformer.hetereogenous_dist_checkpoint = True
         return model

@@ -25,7 +25,7 @@ def check_fill(args: argparse.Namespace, config: BalanceConfig) -> tuple[Balance
 
     `--balance all` switches it on if it works with the other flags and a simulated step of equal layers gets at least
     3 % shorter. Raises ValueError if the user gave it with a flag that is incompatible. Called after Megatron has
-    validated `args`, and sets `args.delay_wgrad_compute` if Transformer Engine is to delay weight gradients.
+    validated `args`.
     """
     notes = []
     if not config.fill_with_weight_gradients:
@@ -43,14 +43,11 @@ def check_fill(args: argparse.Namespace, config: BalanceConfig) -> tuple[Balance
         return dataclasses.replace(config, fill_with_weight_gradients=False), [f"{_FLAG} has nothing to fill: {why}"]
     else:
         _check(args, config)
-    if args.transformer_impl == "local":
-        return config, notes
-    if config.sequences.enabled and latent_shape(args) is not None:
+    if args.transformer_impl != "local" and config.sequences.enabled and latent_shape(args) is not None:
         notes.append(
             f"{_FLAG} makes ranks send keys and values instead of latents, since weight gradients of latent "
             "projections are computed later"
         )
-    args.delay_wgrad_compute = True
     return config, notes
 
 
