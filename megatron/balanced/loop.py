@@ -32,6 +32,7 @@ from megatron.balanced.layers.source import LayerSource
 from megatron.balanced.observe.observer import Observer
 from megatron.balanced.sequences.in_place import AttentionBalancer
 from megatron.balanced.shared.callbacks import HeldBytes, StepCallback
+from megatron.balanced.shared.counters import keep_counters_exact
 from megatron.balanced.shared.job import Job
 from megatron.balanced.shared.micro_batches import get_num_microbatches, schedule_of
 from megatron.balanced.shared.model_checks import check_model, mark_model, unmark_model
@@ -319,7 +320,10 @@ class Balancers:
         if len({*kinds}) < len(kinds):
             raise ValueError(f"{kinds[0].__name__} is given twice; a model has one balancer of a kind")
         self._balancers, self._before = balancers, before
-        self._chunks = {id(chunk) for balancer in balancers for chunk in getattr(balancer, "chunks", ())}
+        chunks = [chunk for balancer in balancers for chunk in getattr(balancer, "chunks", ())]
+        self._chunks = set(map(id, chunks))
+        for chunk in chunks:
+            keep_counters_exact(chunk.modules())
         for balancer in balancers:
             if isinstance(balancer, LayerBalancer):
                 balancer.beside = list(balancers)

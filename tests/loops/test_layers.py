@@ -152,6 +152,7 @@ def _train(name: str, balanced: bool, moves: bool = True) -> Ended:
         moe_router_topk=2, moe_ffn_hidden_size=32, moe_token_dispatcher_type="alltoall",
         expert_model_parallel_size=EXPERTS, pipeline_model_parallel_size=PIPELINE,
         virtual_pipeline_model_parallel_size=virtual, moe_router_load_balancing_type="none", add_bias_linear=False,
+        moe_router_enable_expert_bias=case.half, moe_router_score_function="sigmoid" if case.half else "softmax",
         gated_linear_unit=True, params_dtype=dtype, pipeline_dtype=dtype, bf16=case.half, attention_dropout=0.0,
         hidden_dropout=0.0, transformer_impl="local", mamba_state_dim=8, mamba_head_dim=8, mamba_num_groups=2,
         # As Megatron-LM demands of two stages with several chunks: batched, messages to and fro would mix.
@@ -224,6 +225,12 @@ def _train(name: str, balanced: bool, moves: bool = True) -> Ended:
         expected = [id(replay) for replay in replays if replay is not None]
         assert expected == [id(replay) for replay in RouterReplay.global_router_replay_instances], "routers of others"
     advised = layers.advise() if balanced and not moves else ""
+    if balanced and case.half:
+        routers = [part for chunk in chunks for part in chunk.modules() if hasattr(part, "local_tokens_per_expert")]
+        assert {part.local_tokens_per_expert.dtype for part in routers} == {torch.int64}, "counts are rounded"
+        assert {part.expert_bias.dtype for part in routers} == {torch.float32} and any(
+            part.expert_bias.any() for part in routers
+        )
     if balanced and moves:
         assert layers.layout == layouts[-1] == (case.by_hand or case.by_cost)
         balancers.close()

@@ -116,15 +116,13 @@ def _uninitialized(config: Any) -> Iterator[None]:
 
 
 def _finished(module: torch.nn.Module, config: Any) -> torch.nn.Module:
-    """Give `module` the attributes, device and precision that Megatron-LM gives a model after building it."""
+    """Give `module` the attributes, device and precision that Megatron-LM gives a model after building it. Buffers get
+    theirs from the old rank (`_register_buffers`)."""
     for parameter in module.parameters():
         set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     module.cuda(torch.cuda.current_device())
     if config.fp16 or config.bf16:
         module.half() if config.fp16 else module.bfloat16()
-        for part in module.modules():
-            if hasattr(part, "_maintain_float32_expert_bias"):
-                part._maintain_float32_expert_bias()
     return module
 
 
@@ -159,7 +157,8 @@ def complete_ends(stages: int, model: torch.nn.Module, source: LayerSource) -> l
 
 
 def _register_buffers(layers: dict[int, torch.nn.Module], inventories: Sequence[Inventory]) -> None:
-    """Register every buffer that a layer had on its old rank, including those that other code added later."""
+    """Register every buffer that a layer had on its old rank, in its type there, including those that other code added
+    later."""
     for inventory in inventories:
         for name, (shape, dtype, persistent) in inventory.buffers.items():
             layer = layers.get(layer_of(name))

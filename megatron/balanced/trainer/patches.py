@@ -25,6 +25,7 @@ from megatron.balanced.layers.graphs import remembered
 from megatron.balanced.sequences.packed_messages import with_flat_batches, with_known_shapes
 from megatron.balanced.sequences.prediction import with_planned_losses
 from megatron.balanced.shared.callbacks import registered, with_callbacks
+from megatron.balanced.shared.counters import with_exact_counters
 from megatron.balanced.trainer.checks.megatron import MEGATRON_VERSIONS
 from megatron.balanced.trainer.config import BalanceConfig
 from megatron.balanced.trainer.dry_run import assumes_gpus
@@ -137,6 +138,12 @@ def _splits_experts(args: argparse.Namespace, config: BalanceConfig) -> bool:
     return config.experts.enabled and args.moe_token_dispatcher_type == "alltoall"
 
 
+def _counts_in_16_bits(args: argparse.Namespace, config: BalanceConfig) -> bool:
+    kinds = args.moe_router_load_balancing_type  # one, or a list
+    counts = args.moe_router_enable_expert_bias or "global_aux_loss" in kinds
+    return bool(args.num_experts and counts and (args.bf16 or args.fp16))
+
+
 def _captures_layers(args: argparse.Namespace, config: BalanceConfig) -> bool:
     return config.layers.enabled and args.cuda_graph_impl == "transformer_engine"
 
@@ -180,6 +187,13 @@ PATCHES = (
         why="the dispatcher gathers counts of tokens that the expert balancer has already gathered",
         signature=("input_", "tensor_parallel_output_grad", "group", "output_split_sizes", "use_global_buffer"),
         needed=_splits_experts,
+    ),
+    Patch(
+        target="megatron.core.transformer.moe.router:TopKRouter._maintain_float32_expert_bias",
+        replacement=with_exact_counters,
+        why="Megatron-LM rounds the numbers of tokens that expert bias and global aux losses follow to 16 bits",
+        signature=("self",),
+        needed=_counts_in_16_bits,
     ),
     Patch(
         target="megatron.training.models.gpt:mtp_block_spec",
