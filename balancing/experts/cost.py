@@ -133,7 +133,7 @@ def layer_cost(
     window: the compute that overlaps the transfers.
     """
     forward = int(tokens.sum(0).max()) * shape.forward_seconds(cluster)
-    all_to_all = exchange_seconds(tokens * (shape.hidden * shape.bytes_per_parameter), cluster)
+    all_to_all = exchange_seconds(tokens * float(shape.hidden * shape.bytes_per_parameter), cluster)
     return with_transfers(all_to_all, forward, copy_seconds(placement, cluster), shape, window)
 
 

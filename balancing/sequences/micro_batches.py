@@ -18,6 +18,7 @@ import numpy as np
 
 from balancing.cluster import Cluster
 from balancing.sequences.cost import TILE, attention_seconds, linear_seconds
+from balancing.sequences.load import token_counts
 from balancing.sequences.plan import checked_lengths
 from balancing.sequences.planners.groups import deal_areas
 from balancing.sequences.planners.micro_batches import balanced_deal, hill_order, whole_costs
@@ -91,7 +92,7 @@ def document_seconds(lengths: Sequence[int] | np.ndarray, cluster: Cluster, shap
     lengths: tokens of each document. Attention is costed in tiles as in `cost`; in layers with a sliding window only
         tiles inside the window count.
     """
-    tokens = np.asarray(lengths, dtype=np.int64)
+    tokens = token_counts(lengths)
     rows = -(-tokens // TILE)
     tiles = rows * (rows + 1) // 2
     pairs = tiles * float(TILE**2)

@@ -15,6 +15,7 @@ import numpy as np
 
 from balancing.cluster import Cluster
 from balancing.sequences.cost import step_cost
+from balancing.sequences.load import token_counts
 from balancing.sequences.planners.chunks import balanced_chunks
 from balancing.sequences.planners.linear_layout import linear_layout
 from balancing.sequences.planners.stay import shed_tails
@@ -60,8 +61,8 @@ def plan_sequences(
     With every method the ranks' tokens in linear layers differ by at most one. With fewer tokens than ranks some ranks
     are empty. On one rank everything is local.
 
-    Raises ValueError for an unknown method, no lengths, lengths below 1, a chunk below 1, and a capacity below 1, below
-    the mean or too small for the longest sequence over all ranks.
+    Raises ValueError for an unknown method, no lengths, lengths below 1, more than `load.MOST_TOKENS` tokens, a chunk
+    below 1, and a capacity below 1, below the mean or too small for the longest sequence over all ranks.
     """
     if method not in METHODS:
         close = difflib.get_close_matches(method, METHODS, n=1)
@@ -140,7 +141,9 @@ def checked_lengths(lengths: Sequence[int] | np.ndarray) -> tuple[int, ...]:
                 f"sequence {sequence} has length {length!r}; lengths are whole numbers of at least 1 token; leave "
                 "empty sequences out"
             )
-    return tuple(int(length) for length in values)
+    checked = tuple(int(length) for length in values)
+    token_counts(checked)
+    return checked
 
 
 def _check_capacity(capacity: int, lengths: Sequence[int], ranks: int) -> None:

@@ -131,7 +131,8 @@ class SequencePlan:
     window: tokens before itself that a token sees, in layers with a sliding window; None for all.
 
     Raises ValueError if a layout does not hold every token exactly once, a rank is out of range, a "local" sequence is
-    on several ranks, a sequence with a window is on a ring, or a rank exceeds the capacity.
+    on several ranks, a sequence with a window is on a ring, a rank exceeds the capacity, or there are more
+    than `load.MOST_TOKENS` tokens.
     """
 
     lengths: tuple[int, ...]
@@ -144,6 +145,7 @@ class SequencePlan:
     window: int | None = None
 
     def __post_init__(self) -> None:
+        area = causal_area(self.lengths, self.window)
         if len(self.exchange) != len(self.lengths):
             raise ValueError(f"{len(self.exchange)} exchanges are given for {len(self.lengths)} sequences")
         unknown = set(self.exchange) - set(get_args(KVExchange))
@@ -157,7 +159,7 @@ class SequencePlan:
                 raise ValueError(f"sequence {sequence} is local, but lies on ranks {self.ring(sequence)}")
         if self.window is not None and (self.window < 0 or "ring" in self.exchange):
             raise ValueError(f"window={self.window} must be at least 0, and its keys are gathered, not sent on rings")
-        assert int(self.area.sum()) == causal_area(self.lengths, self.window), "areas of the shards do not add up"
+        assert int(self.area.sum()) == area, "areas of the shards do not add up"
         if self.capacity is not None and len(self.tokens) and int(self.tokens.max()) > self.capacity:
             rank = int(self.tokens.argmax())
             raise ValueError(f"rank {rank} holds {self.tokens[rank]} tokens, over its capacity of {self.capacity}")

@@ -141,8 +141,17 @@ def test_what_must_cross_nodes_spreads_over_ranks():
 
 def test_counts_whose_proportions_would_overflow_are_refused():
     placement = ReplicaPlacement([0, 1], [[-1], [0]])
-    with pytest.raises(ValueError, match="more than 2147483648 tokens"):
-        split_tokens(np.full((2, 2), 2**31), placement)
+    for counts in (np.full((2, 2), 2**31), np.full((2, 2), 2**62), np.full((2, 2), 2**63, dtype=np.uint64)):
+        with pytest.raises(ValueError, match="more than 2147483648 tokens"):
+            split_tokens(counts, placement)
+    most = np.array([[2**31 - 7, 3], [7, 2**31 - 3]])
+    split = split_tokens(most, placement)
+    assert np.array_equal(split.sum(2), most) and split.sum((0, 1)).tolist() == [2**31, 2**31]
+    # No proportion of tokens wraps, also between nodes.
+    wide = ReplicaPlacement([0, 1, 2, 3], [[-1], [0], [0], [0]], ranks_per_node=2)
+    most = np.full((4, 4), 2**29)
+    split = split_tokens(most, wide)
+    assert np.array_equal(split.sum(2), most) and split.min() >= 0 and np.ptp(split.sum((0, 1))) <= 1
 
 
 def test_a_replicated_expert_is_served_at_home_everywhere():

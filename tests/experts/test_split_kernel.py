@@ -112,7 +112,7 @@ def _cases() -> Iterator[tuple[ReplicaPlacement, np.ndarray, int]]:
     nothing = np.zeros((6, 12), dtype=np.int64)
     yield placement, nothing, 2
     one_expert, rank_without, one_source = nothing.copy(), generator.integers(0, 99, (6, 12)), nothing.copy()
-    one_expert[:, next(iter(placement.chains))] = 2**27
+    one_expert[:, next(iter(placement.chains))] = 2**31 // 6  # nearly the most
     rank_without[3] = 0
     one_source[5] = generator.integers(0, 2**27, 12)
     for load in one_expert, rank_without, one_source:

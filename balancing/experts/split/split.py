@@ -65,7 +65,8 @@ def check_counts(load: ArrayLike, placement: ReplicaPlacement) -> np.ndarray:
         )
     if counts.dtype.kind not in "iu" or (counts.size and counts.min() < 0):
         raise ValueError("load must be token counts: whole numbers that are not negative")
-    if counts.size and counts.sum(0, dtype=np.int64).max() > _MOST:
+    # First each count, so that no sum exceeds int64.
+    if counts.size and (counts.max() > _MOST or counts.sum(0, dtype=np.int64).max() > _MOST):
         raise ValueError(f"load has an expert with more than {_MOST} tokens, too many for exact 64-bit integers")
     return counts.astype(np.int64)
 

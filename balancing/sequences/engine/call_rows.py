@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from balancing.sequences.engine.kernels import Pieces
+from balancing.sequences.engine.kernels import Pieces, piece_ends
 from balancing.sequences.engine.program import Call, Messages, Rows, TransferGroup
 from balancing.upload import upload
 
@@ -139,7 +139,7 @@ def make_table(calls: Sequence[Call], messages: Mapping[TransferGroup, Messages]
 
 
 def _call_places(call: Call, numbers: _Numbers) -> CallPlaces:
-    query_ends, key_ends = (numbers.add(np.cumsum((0, *part))) for part in (call.pieces.queries, call.pieces.keys))
+    query_ends, key_ends = (numbers.add(piece_ends(part)) for part in (call.pieces.queries, call.pieces.keys))
     queries, keys = numbers.add_rows(call.queries), numbers.add_rows(call.keys)
     if not keys.listed:
         return CallPlaces(query_ends, key_ends, queries, keys, ((None, keys),))

@@ -18,16 +18,26 @@ h // (heads / kv_heads), as usual for grouped-query and multi-query attention.
 import functools
 import importlib.util
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 import torch.nn.attention
 
+from balancing.sequences.load import MOST_TOKENS
 from balancing.upload import upload
 
-__all__ = ["Kernel", "Pieces", "accumulation_dtype", "choose_kernel", "merge", "sink_gradient", "with_sink"]
+__all__ = [
+    "Kernel",
+    "Pieces",
+    "accumulation_dtype",
+    "choose_kernel",
+    "merge",
+    "piece_ends",
+    "sink_gradient",
+    "with_sink",
+]
 
 _TILE = 512  # queries of a tile of the matrix-product kernel
 _FASTER = {9: ("FA3", "FA4"), 10: ("FA4",)}  # by compute capability, the fastest first
@@ -429,9 +439,15 @@ def _window(pieces: Pieces) -> dict[str, int]:
     return {} if pieces.window is None else {"window_size_left": pieces.window, "window_size_right": 0}
 
 
+def piece_ends(lengths: Sequence[int]) -> np.ndarray:
+    """int32 [piece + 1], cumulative lengths of the pieces of a call. Raises ValueError if they do not fit int32."""
+    ends = np.cumsum((0, *lengths))
+    if ends[-1] > MOST_TOKENS:
+        raise ValueError(f"one call of attention has {ends[-1]} rows, and kernels take {MOST_TOKENS}; use more ranks")
+    return ends.astype(np.int32)
+
+
 def _bounds(pieces: Pieces, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, int, int]:
     """Cumulative lengths and maximum lengths of queries and keys, the arguments of flash attention."""
-    queries, keys = pieces.ends or (
-        upload(np.cumsum((0, *part), dtype=np.int32), device) for part in (pieces.queries, pieces.keys)
-    )
+    queries, keys = pieces.ends or (upload(piece_ends(part), device) for part in (pieces.queries, pieces.keys))
     return queries, keys, max(pieces.queries), max(pieces.keys)

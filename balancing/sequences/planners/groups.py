@@ -41,7 +41,8 @@ def deal_areas(area: np.ndarray, groups: int) -> np.ndarray:
     if groups < 1 or len(area) % groups:
         raise ValueError(f"{len(area)} micro-batches do not divide into {groups} equal groups")
     order = np.argsort(-area, kind="stable").reshape(-1, groups)
-    total, members = np.zeros(groups, dtype=np.int64), np.empty((groups, len(order)), dtype=np.int64)
+    area = np.asarray(area, dtype=np.float64)  # sums of areas may exceed int64
+    total, members = np.zeros(groups), np.empty((groups, len(order)), dtype=np.int64)
     for at, number in enumerate(order):
         least = np.argsort(total, kind="stable")
         members[least, at] = number

@@ -18,7 +18,8 @@ import numpy as np
 __all__ = ["balanced_deal", "hill_order", "whole_costs"]
 
 _GOOD_ENOUGH = 1.001  # cost max / mean at which exchanges end
-_SMALLEST_RESOLUTION = 2.0**-40  # unit of costs over the most expensive document: sums of millions of them fit int64
+_SMALLEST_RESOLUTION = 2.0**-40  # unit of costs over the most expensive document
+_SMALLEST_PART = 2.0**-62  # the same over all documents together, whose sum must fit int64
 _SPLIT = 16  # documents of the most expensive micro-batch that are tried against several documents of another
 # (excess, given, taken). excess: cost of the more expensive of the two micro-batches after the exchange, less the cost
 # of the cheaper one before it. given, taken: documents that the expensive micro-batch gives and takes.
@@ -26,9 +27,11 @@ _Exchange = tuple[int, list[int], list[int]]
 
 
 def whole_costs(seconds: Sequence[float] | np.ndarray) -> np.ndarray:
-    """int64 [document], costs in a unit so small that rounding does not matter: 2^-40 of the largest."""
+    """int64 [document], costs in a unit so small that rounding does not matter: 2^-40 of the largest. Of four million
+    documents or more it may be larger."""
     exact = np.asarray(seconds, dtype=np.float64)
-    return np.rint(exact / (exact.max() * _SMALLEST_RESOLUTION)).astype(np.int64)
+    unit = max(exact.max() * _SMALLEST_RESOLUTION, exact.sum() * _SMALLEST_PART)
+    return np.rint(exact / unit).astype(np.int64)
 
 
 def balanced_deal(
