@@ -76,15 +76,16 @@ class AttentionShape:
     heads: query heads.
     kv_heads: key-value heads; fewer than heads in grouped-query attention.
     layers: transformer layers.
-    ffn_hidden: width of the feed-forward layer.
+    ffn_hidden: width of the feed-forward layer; 0 for layers without one.
     head_size: elements of one head of queries and keys; hidden / heads by default.
     value_size: elements of one head of values; head_size by default. Multi-latent attention has smaller values.
     window: tokens before itself that a token sees in layers with a sliding window; None without such layers.
     windowed_layers: number of the layers that have the window.
     latent: the latent that is sent in place of keys and values; None if keys and values are sent.
 
-    Raises ValueError for sizes below 1, heads that kv_heads does not divide, hidden that heads does not divide (without
-    head_size), windowed layers without a window or a window without them, and more windowed layers than layers.
+    Raises ValueError for sizes below 1, an ffn_hidden below 0, heads that kv_heads does not divide, hidden that heads
+    does not divide (without head_size), windowed layers without a window or a window without them, and more windowed
+    layers than layers.
     """
 
     hidden: int
@@ -99,9 +100,9 @@ class AttentionShape:
     latent: LatentShape | None = None
 
     def __post_init__(self) -> None:
-        for name in ("hidden", "heads", "kv_heads", "layers", "ffn_hidden"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        for name, least in {"hidden": 1, "heads": 1, "kv_heads": 1, "layers": 1, "ffn_hidden": 0}.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
         if self.heads % self.kv_heads:
             raise ValueError(f"heads={self.heads} must be a multiple of kv_heads={self.kv_heads}")
         if not self.head_size:

@@ -107,7 +107,8 @@ class DynamicLayer(TransformerLayer):
         if (rotary := kwargs.get("rotary_pos_emb")) is not None:  # of the original positions
             kwargs["rotary_pos_emb"] = rotary[:, 0, 0][index][:, :, None]
         output, context = super().forward(chosen, *args, **kwargs)
-        return put_back(hidden, index, (output - chosen) * scale), context
+        change = (output - chosen).masked_fill(scale == 0, 0)  # where sequences have fewer tokens than others
+        return put_back(hidden, index, change * scale), context
 
     def _count(self, hidden: torch.Tensor, run: int) -> None:
         if self.training:

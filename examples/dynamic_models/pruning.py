@@ -152,7 +152,7 @@ class Pruning(StepCallback):
     def end_schedule(self) -> None:
         """Set the gradients of pruned weights to zero."""
         for parameter, mask in self.masks.items():
-            parameter.main_grad.mul_(mask)
+            parameter.main_grad.masked_fill_(~mask, 0)
 
     def state_dict(self) -> None:
         """None: the schedule is a function of the iteration, and masks follow from the weights."""

@@ -280,7 +280,7 @@ class BalancedMoELayer(MoELayer):
             chosen = routing_map.T.contiguous()
             number = (chosen.cumsum(dim=1, dtype=torch.int32) * chosen).index_select(0, expert)
             routing_map = ((number > first[:, None]) & (number <= last[:, None])).T.contiguous()
-            probs = probs.index_select(1, expert) * routing_map
+            probs = torch.where(routing_map, probs.index_select(1, expert), 0)
             if self.config.moe_router_padding_for_quantization:
                 # The dispatcher changes the map in place: it pads the tokens of each expert to a multiple.
                 routing_map = routing_map.clone()

@@ -120,7 +120,7 @@ def _convolve(tokens: torch.Tensor, weight: torch.Tensor, documents: torch.Tenso
     for back in range(1, min(weight.shape[1], tokens.shape[1])):
         before = tokens[:, :-back]
         if documents is not None:
-            before = before * (documents[:, back:] == documents[:, :-back])[..., None]
+            before = before.masked_fill((documents[:, back:] != documents[:, :-back])[..., None], 0)
         output = output + F.pad(before, (0, 0, back, 0)) * weight[:, -1 - back]
     return output
 
@@ -149,12 +149,13 @@ def scan(
     of_group = values.shape[2] // keys.shape[2]
     keys, queries = (part.repeat_interleave(of_group, dim=2) for part in (keys, queries))
     kept = torch.exp(steps * rate)
-    if documents is not None:
-        begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0))
-        kept = kept.masked_fill(begins[..., None], 0)
+    begins = None if documents is None else F.pad(documents[:, 1:] != documents[:, :-1], (1, 0))
     added = (steps[..., None] * values)[..., None] * keys[..., None, :]
     state, outputs = torch.zeros_like(added[:, 0]), []
     for token in range(values.shape[1]):
-        state = kept[:, token, :, None, None] * state + added[:, token]
+        state = kept[:, token, :, None, None] * state
+        if begins is not None:
+            state = state.masked_fill(begins[:, token, None, None, None], 0)
+        state = state + added[:, token]
         outputs.append((state * queries[:, token, :, None, :]).sum(-1))
     return torch.stack(outputs, dim=1)

@@ -140,8 +140,8 @@ class PlannedDataset(torch.utils.data.Dataset):
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
         """A list of one, the micro-batch in which this rank has samples `indices`. It has this rank's rows, followed by
-        the rows of each shift (0 where a document has ended), a pickled `PlannedBatch` as "plan", and the milliseconds
-        of planning as "plan_ms"."""
+        the rows of each shift (0 where a document has ended), each padded at its end, a pickled `PlannedBatch` as
+        "plan", and the milliseconds of planning as "plan_ms"."""
         begin = time.perf_counter()
         drawn, chosen = self._micro_batch(indices)
         spent = (time.perf_counter() - begin) * 1e3
@@ -163,6 +163,9 @@ class PlannedDataset(torch.utils.data.Dataset):
             for name, values in batch.items():
                 for into, tokens in wanted:
                     values[into] = sample[name][tokens]
+        # Padding repeats a token of the micro-batch: the gradient of a weight is a sum over all rows, and 0 times the
+        # embedding of a token that the data does not have may be NaN.
+        batch["tokens"].view(-1, rows)[:, len(places.samples) :] = batch["tokens"][0]
         origins = tuple(drawn.samples[document.sample].origin for document in documents)
         planned = pickle.dumps(PlannedBatch(plan, program, origins, chosen))
         return [batch | {"plan": planned, "plan_ms": milliseconds + spent}]

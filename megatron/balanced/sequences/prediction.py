@@ -133,7 +133,7 @@ def _add_losses(
         if scale_logits_fn is not None:
             logits = scale_logits_fn(logits)
         labels, mask = prediction.labels[shift], prediction.masks[shift]
-        losses = compute_language_model_loss(labels, logits)
+        losses = compute_language_model_loss(labels, logits).masked_fill(mask == 0, 0)
         if weights is None:
             weights = prediction.weights(losses.dtype, config.calculate_per_token_loss)
         average, trained = (kind[shift] for kind in weights)

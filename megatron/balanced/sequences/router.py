@@ -196,6 +196,6 @@ def loss_of_parts(scores: torch.Tensor, tokens: torch.Tensor, part: torch.Tensor
     topk: experts of a token.
     """
     counts = tokens.to(scores.dtype)
-    total = counts.sum(dim=1, keepdim=True) / topk
+    total = counts.sum(dim=1, keepdim=True).clamp(min=1) / topk  # a part may have no token
     weight = counts * (scores.shape[1] / (topk * total * total))
     return (scores * weight.index_select(0, part)).sum()

@@ -245,7 +245,7 @@ def _loss(
     """
     args = get_args()
     mask = loss_mask.reshape(-1).float()
-    losses = output.reshape(-1).float()
+    losses = output.reshape(-1).float().masked_fill(mask == 0, 0)  # 0 times NaN is NaN
     total = torch.sum(losses * mask)
     tokens = mask.sum().detach().to(torch.int)
     if args.check_for_nan_in_loss_and_grad:
