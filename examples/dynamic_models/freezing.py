@@ -190,7 +190,7 @@ class Freezing(StepCallback):
             self._count_steps()
             self._frozen_parts.clear()  # they refer to tensors of layers that may move away
         if self._plasticity is not None:
-            rate = max(group["lr"] for group in self._optimizer.param_groups)
+            rate = max((group["lr"] for group in self._optimizer.param_groups), default=0.0)
             self._plasticity.end_step(rate)
 
     def _count_steps(self) -> None:
@@ -209,7 +209,7 @@ class Freezing(StepCallback):
 
 def _keep_link(block: torch.nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
     """Give the input of a chunk that begins with a frozen layer a gradient of zeros for the previous stage."""
-    if not (block.training and torch.is_grad_enabled() and block.layers[0].frozen):
+    if not (block.training and torch.is_grad_enabled() and block.layers and block.layers[0].frozen):
         return output
     linked = _Link.apply(output, block.input_tensor)
     # Megatron frees the output of a stage after it was sent, so it must not be a view.

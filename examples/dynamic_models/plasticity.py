@@ -71,8 +71,13 @@ class Plasticity:
             layer.train()
 
     def end_step(self, learning_rate: float) -> None:
-        """Reduce the measurement over all ranks, and decide."""
+        """Reduce the measurement over all ranks, and decide.
+
+        learning_rate: 0 on a rank without parameters to train.
+        """
         if self._is_due():
+            rate = torch.tensor(learning_rate, dtype=torch.float64, device=torch.cuda.current_device())
+            dist.all_reduce(rate, dist.ReduceOp.MAX)
             total = torch.zeros(2, dtype=torch.float64, device=torch.cuda.current_device())  # sum, and count
             if self._measured is not None:
                 total += torch.tensor([self._measured, 1.0], dtype=total.dtype, device=total.device)
@@ -80,7 +85,7 @@ class Plasticity:
             self._measured = None
             measured, count = total.tolist()
             if count:  # the first measurement has no reference
-                self.freezer.observe(measured / count, learning_rate)
+                self.freezer.observe(measured / count, rate.item())
         if self._save_interval and not (self._iteration + 1) % self._save_interval:
             self._is_outdated = True
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import mpu
 from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.core.utils import unwrap_model
 
 from balancing.report import event, imbalance
@@ -138,7 +139,8 @@ class Tokens(StepCallback):
         if self._stages == 1 or not self.config.early_exit_layers or self._iteration < self.config.early_exit_start:
             return
         decoder = self._models[0].decoder
-        if not decoder.pre_process and self._has_exited(decoder.layers[0].layer_number - 1):
+        before = decoder.layers[0].layer_number - 1 if decoder.layers else get_transformer_layer_offset(decoder.config)
+        if not decoder.pre_process and self._has_exited(before):
             self._to_come = get_num_microbatches()
             self._expect()
 
@@ -151,6 +153,8 @@ class Tokens(StepCallback):
         if mpu.get_data_parallel_rank(with_context_parallel=True) or mpu.get_tensor_model_parallel_rank():
             return
         layers = self._layers()
+        if not layers:
+            return
         run = [layer.tokens_run for layer in layers]
         self.report(
             event(

@@ -12,13 +12,14 @@ UNUSED = 0  # a token
 SHORT = "--global-batch-size 8 --train-iters 2 --disable-bias-linear --untie-embeddings-and-output-weights"
 ENDS = "--dataloader-inter-document-masking --eod-mask-loss"
 DEALT = f"{ENDS} --balance-sequences --sequence-micro-batches"
+CP2 = "--context-parallel-size 2"
 EXPERTS = f"{' '.join(MOE)} --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type none"
 
 # model, flags of one rank, ranks, flags of these. In all of them a rank has rows without a token.
 LAYOUTS = {
     "PP 2, sequence parallel": ("", "", 4, f"{PP} 2 {SP}"),
-    "PP 2, CP 2, per token": ("", "--calculate-per-token-loss", 4, f"{PP} 2 --context-parallel-size 2"),
-    "experts, PP 2, EP 2": (EXPERTS, "", 4, f"{PP} 2 --expert-model-parallel-size 2 --balance-experts"),
+    "PP 2, CP 2, per token": ("", "--calculate-per-token-loss", 4, f"{PP} 2 {CP2}"),
+    "experts, PP 2, CP 2, EP 2": (EXPERTS, "", 4, f"{PP} 2 {CP2} --expert-model-parallel-size 2 --balance-experts"),
 }
 
 

@@ -153,9 +153,8 @@ def scan(
     added = (steps[..., None] * values)[..., None] * keys[..., None, :]
     state, outputs = torch.zeros_like(added[:, 0]), []
     for token in range(values.shape[1]):
-        state = kept[:, token, :, None, None] * state
         if begins is not None:
             state = state.masked_fill(begins[:, token, None, None, None], 0)
-        state = state + added[:, token]
+        state = kept[:, token, :, None, None] * state + added[:, token]
         outputs.append((state * queries[:, token, :, None, :]).sum(-1))
     return torch.stack(outputs, dim=1)

@@ -84,9 +84,9 @@ class Observer(StepCallback):
 
     # Called by balancers and when a micro-batch begins.
 
-    def note(self, event: dict[str, Any] | Callable[[], dict[str, Any]]) -> None:
+    def note(self, event: dict[str, Any] | Callable[[], dict[str, Any] | None]) -> None:
         """Add an event of a balancer to the step in progress. If it is a function, it is called for the event once the
-        device has passed the end of the step."""
+        device has passed the end of the step; None for no event."""
         if self.step is not None:
             self.step.events.append(event)
 
@@ -205,7 +205,7 @@ class Observer(StepCallback):
             attention_area=step.area,
             longest_sequence=step.longest,
             spans=spans,
-            events=[each() if callable(each) else each for each in step.events],
+            events=[line for each in step.events if (line := each() if callable(each) else each) is not None],
             expert_tokens={layer: tokens.numpy() for layer, tokens in step.expert_tokens.items()},
         )
 

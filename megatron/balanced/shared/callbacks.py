@@ -102,13 +102,15 @@ class StepCallback:
 
 class Trained(NamedTuple):
     """Objects of the training loop: model chunks, optimizer, learning-rate scheduler, data iterator (a list with one
-    for each model chunk if there are several), and the schedule, in Megatron-LM's wrappers."""
+    for each model chunk if there are several), and the schedule, in Megatron-LM's wrappers. `losses`: those that
+    Megatron-LM logs, by name, on the last stage at the end of the step."""
 
     model: Any
     optimizer: Any
     scheduler: Any
     data: Any
     schedule: Any
+    losses: Mapping[str, Any] = MappingProxyType({})
 
 
 registered: list[StepCallback] = []  # of the run in progress
@@ -193,6 +195,7 @@ def with_callbacks(original: Callable) -> Callable:
             iteration=iteration,
             **groups,
         )
+        _trained[:] = [_trained[-1]._replace(losses=result[0])]
         for callback in reversed(registered):
             callback.end_step()
         _trained.clear()

@@ -234,6 +234,7 @@ def _loss(
     *,
     weigh: Callable[[torch.Tensor], torch.Tensor] | None = None,
     training: bool = True,
+    count: Callable[[torch.Tensor], None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """The sum of the losses over unmasked tokens, the number of these tokens, and both as Megatron reports them.
 
@@ -242,12 +243,15 @@ def _loss(
     weigh: with balanced sequences, loss mask [row] -> weight of each row. Where Megatron-LM averages over
         micro-batches, the sum is over weighted losses, and the number of tokens is 1.
     training: whether the loss is trained on.
+    count: told of the number of unmasked tokens in training.
     """
     args = get_args()
     mask = loss_mask.reshape(-1).float()
     losses = output.reshape(-1).float().masked_fill(mask == 0, 0)  # 0 times NaN is NaN
     total = torch.sum(losses * mask)
     tokens = mask.sum().detach().to(torch.int)
+    if training and count is not None:
+        count(tokens)
     if args.check_for_nan_in_loss_and_grad:
         for is_bad, name in ((torch.isnan, "NaN"), (torch.isinf, "infinity")):
             get_rerun_state_machine().validate_result(
@@ -285,6 +289,7 @@ def forward_step(
     observer: "Observer | None" = None,
     sequences: "SequenceBalancer | None" = None,
     releases: bool = False,
+    count: Callable[[torch.Tensor], None] | None = None,
 ) -> tuple[Any, Callable]:
     """Run the forward pass of one micro-batch. Returns the output tensor and the loss function, as schedules expect.
 
@@ -295,6 +300,7 @@ def forward_step(
     observer: told of each micro-batch, and of Megatron-LM's plan if that is returned.
     sequences: plans how documents are spread over ranks; None for Megatron-LM's own layout.
     releases: whether ranks may leave the job, as in `train_valid_test_datasets`.
+    count: told of the number of tokens with a loss of each trained micro-batch.
     """
     args = get_args()
     timers = get_timers()
@@ -324,4 +330,4 @@ def forward_step(
     )
     if observer is not None and return_schedule_plan:
         observer.parts(output, vp_stage or 0)
-    return output, partial(_loss, batch["loss_mask"], weigh=weigh, training=model.training)
+    return output, partial(_loss, batch["loss_mask"], weigh=weigh, training=model.training, count=count)

@@ -32,7 +32,7 @@ from megatron.balanced.trainer.dry_run import assumes_gpus
 from megatron.balanced.trainer.model import replaces_in_prediction, with_the_models_modules
 from megatron.balanced.trainer.sequence_rules import why_whole
 
-__all__ = ["PATCHES", "Patch", "check", "check_needed", "install", "rows", "uninstall"]
+__all__ = ["PATCHES", "Patch", "check", "check_needed", "install", "masks_losses", "rows", "uninstall"]
 
 Condition = Callable[[argparse.Namespace, BalanceConfig], bool]
 
@@ -126,7 +126,12 @@ def _loads_torch_adam(args: argparse.Namespace, config: BalanceConfig) -> bool:
 
 def _watches_steps(args: argparse.Namespace, config: BalanceConfig) -> bool:
     features = config.balances or config.fill_with_weight_gradients
-    return config.balance_report is not None or features or bool(registered)
+    return config.balance_report is not None or features or bool(registered) or masks_losses(args)
+
+
+def masks_losses(args: argparse.Namespace) -> bool:
+    """Whether no token of a step may have a loss, which `observe.empty_steps` then tells."""
+    return bool(args.sft or args.eod_mask_loss)
 
 
 def _flattens_batches(args: argparse.Namespace, config: BalanceConfig) -> bool:

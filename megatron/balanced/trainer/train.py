@@ -23,6 +23,7 @@ from megatron.balanced.experts.balancer import ExpertBalancer, ReplicaMemoryErro
 from megatron.balanced.layers.balancer import LayerBalancer
 from megatron.balanced.layers.fill import WeightGradientFill
 from megatron.balanced.layers.graphs import GraphsOfLayers
+from megatron.balanced.observe.empty_steps import EmptySteps
 from megatron.balanced.observe.observer import Observer
 from megatron.balanced.observe.report_writer import ReportWriter
 from megatron.balanced.sequences.balancer import SequenceBalancer
@@ -124,7 +125,7 @@ def _features(
     if config.balance_report is not None or config.layers.enabled:
         observer = _observer(args, config)
         features.append(observer)
-    note = observer.note if observer is not None and config.balance_report is not None else None
+    note: Any = observer.note if observer is not None and config.balance_report is not None else None
     if note is not None:
         for callback in (*of_model, *of_caller):
             callback.report = note
@@ -155,6 +156,10 @@ def _features(
         features.append(WeightGradientFill(args.distributed_timeout_minutes, timed))
     releases = config.layers.enabled and config.layers.repacks
     forward = partial(forward_step, observer=observer, sequences=sequences, releases=releases)
+    if features or of_caller or patches.masks_losses(args):
+        empty = EmptySteps(note)
+        features.append(empty)
+        forward = partial(forward, count=empty.count)
     datasets = partial(train_valid_test_datasets, releases=releases)
     datasets.is_distributed = True  # type: ignore[attr-defined]  # for Megatron: every rank calls it
     if (note := nothing_to_load(args)) is not None and args.rank == 0:

@@ -1,0 +1,37 @@
+"""Pipelines in which stages have no layers, between them or at the ends, train as one rank does: dynamic models too."""
+
+import pytest
+
+from tests.support.events import events_in
+from tests.support.sampled import sampled
+from tests.support.settings import EARLY_EXIT, HASH_ATTENTION, PLASTICITY, scheme_flags
+from tests.support.training import EXACT, MOE, assert_close, train
+
+UNTIED = "--untie-embeddings-and-output-weights"
+PP3 = "--pipeline-model-parallel-size 3 --pipeline-model-parallel-layout E|tttt|L"
+PP4 = "--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout E|tt|tt|L"
+PRUNE = scheme_flags(prune_sparsity=0.8, prune_start=1, prune_end=3, prune_interval=1)
+FILL = "--fill-with-weight-gradients"
+EXPERTS = f"{' '.join(MOE)} --moe-token-dispatcher-type alltoall"
+EP2 = "--expert-model-parallel-size 2 --balance-experts"
+
+# ranks, flags of all runs, flags of the pipeline
+CASES = {
+    "freezing": (4, f"{UNTIED} --freeze-layers 3 --freeze-layers-start 1", PP4),
+    "plasticity": (3, f"{UNTIED} --freeze-layers 2 --freeze-layers-interval 1 {PLASTICITY} --train-iters 6", PP3),
+    "pruning": (3, PRUNE, PP3),
+    "mixture of depths": (3, scheme_flags(mixture_of_depths=0.25), PP3),
+    "early exit": (4, EARLY_EXIT, PP4),
+    "sparse attention": (3, HASH_ATTENTION, PP3),
+    "experts": (6, EXPERTS, f"{PP3} {EP2}"),
+    "layers and weight gradients": (4, "--train-iters 6", f"{PP4} --balance-layers {FILL}"),
+}
+
+
+@pytest.mark.parametrize("name", sampled(CASES, "freezing", "early exit", "layers and weight gradients"))
+def test_stages_without_layers_change_no_number(pool, tmp_path, name):
+    ranks, flags, pipeline = CASES[name]
+    exact = " ".join(EXACT)
+    run = train(pool, ranks, f"{exact} {flags} {pipeline} --balance-report {tmp_path}", parameters=True)
+    assert_close(run, train(pool, 1, f"{exact} {flags}", parameters=True))
+    assert events_in(tmp_path)
