@@ -6,6 +6,7 @@ from os import PathLike
 
 import numpy as np
 
+from balancing.experts.split.split import MOST_TOKENS
 from balancing.files import output, read_arrays
 from balancing.report import History, read_history
 
@@ -22,7 +23,7 @@ class LoadTrace:
     iteration: int [record], the training iteration of each record.
     layer: int [layer], number of each layer in the model.
 
-    Raises ValueError if shapes disagree or counts are negative.
+    Raises ValueError if shapes disagree, or counts are negative or above MOST_TOKENS.
     """
 
     counts: np.ndarray
@@ -37,6 +38,8 @@ class LoadTrace:
             )
         if self.counts.min() < 0:
             raise ValueError(f"counts must not be negative, but one is {self.counts.min()}")
+        if self.counts.max() > MOST_TOKENS:
+            raise ValueError(f"counts must be at most {MOST_TOKENS} tokens, but one is {self.counts.max()}")
         for name, axis in (("iteration", 0), ("layer", 2)):
             if getattr(self, name).shape != (self.counts.shape[axis],):
                 raise ValueError(f"{name} has shape {getattr(self, name).shape} for {self.counts.shape[axis]} {name}s")

@@ -66,6 +66,8 @@ rank, after: with replicas:
     apply_ms            how long the step waited for transfers of replicas
     moved_bytes         of weights and gradients, sent by all ranks together
     slot_bytes          memory of the replica slots of all layers of the model chunk on one rank, with gradients
+
+balancer "training", unit "loss", action "no loss": no token of any rank counted for the loss of this step
 """
 
 import json

@@ -31,7 +31,9 @@ CASES = {
 @pytest.mark.parametrize("name", sampled(CASES, "freezing", "early exit", "layers and weight gradients"))
 def test_stages_without_layers_change_no_number(pool, tmp_path, name):
     ranks, flags, pipeline = CASES[name]
-    exact = " ".join(EXACT)
-    run = train(pool, ranks, f"{exact} {flags} {pipeline} --balance-report {tmp_path}", parameters=True)
-    assert_close(run, train(pool, 1, f"{exact} {flags}", parameters=True))
-    assert events_in(tmp_path)
+    report, same = tmp_path / "report", f"{' '.join(EXACT)} --init-method-std 0.1 {flags}"
+    train(pool, 1, f"{same} --lr 0 --train-iters 1 --save {tmp_path / 'start'} --save-interval 1")
+    same += f" --load {tmp_path / 'start'} --finetune --no-load-optim --no-load-rng"
+    run = train(pool, ranks, f"{same} {pipeline} --balance-report {report}", parameters=True)
+    assert_close(run, train(pool, 1, same, parameters=True))
+    assert events_in(report)

@@ -18,12 +18,21 @@ from numpy.typing import ArrayLike
 
 from balancing.experts.placement import ReplicaPlacement, color_by_rank
 
-__all__ = ["MOST_RANKS", "Splitter", "check_counts", "run_starts", "split_tokens", "sweeps_of", "traffic"]
+__all__ = [
+    "MOST_RANKS",
+    "MOST_TOKENS",
+    "Splitter",
+    "check_counts",
+    "run_starts",
+    "split_tokens",
+    "sweeps_of",
+    "traffic",
+]
 
 MOST_RANKS = 128  # limit of the kernels: pairs of more ranks do not fit the registers of one program
 
 _TURNS = 40  # steps of all classes together; the result is well within 1 % of the optimum (benchmarks/experts/plans.py)
-_MOST = 1 << 31  # tokens of an expert; their square must stay below 2^63
+MOST_TOKENS = 1 << 31  # of an expert; their square must stay below 2^63
 _FULL = 1 << 50  # load of a rank that must get no tokens; sums of a few thousand such loads stay below 2^63
 
 
@@ -66,8 +75,8 @@ def check_counts(load: ArrayLike, placement: ReplicaPlacement) -> np.ndarray:
     if counts.dtype.kind not in "iu" or (counts.size and counts.min() < 0):
         raise ValueError("load must be token counts: whole numbers that are not negative")
     # First each count, so that no sum exceeds int64.
-    if counts.size and (counts.max() > _MOST or counts.sum(0, dtype=np.int64).max() > _MOST):
-        raise ValueError(f"load has an expert with more than {_MOST} tokens, too many for exact 64-bit integers")
+    if counts.size and (counts.max() > MOST_TOKENS or counts.sum(0, dtype=np.int64).max() > MOST_TOKENS):
+        raise ValueError(f"load has an expert with more than {MOST_TOKENS} tokens, too many for exact 64-bit integers")
     return counts.astype(np.int64)
 
 

@@ -108,7 +108,7 @@ class Observer(StepCallback):
         if chunk or self._writer is None:  # the same documents pass through every chunk of the rank
             return
         lengths = lengths_of()
-        step.longest = max(step.longest, *lengths)
+        step.longest = max([step.longest, *lengths])  # a micro-batch may have no document
         if plan is not None:
             step.tokens += int(plan.linear_tokens[place])
             step.area += int(plan.area[place])

@@ -151,7 +151,8 @@ class AttentionBalancer(StepCallback):
     def end_step(self) -> None:
         batches, self._step = self._step, []
         if not batches:
-            print_once("> sequences are not balanced: attention got no PackedSeqParams with cu_seqlens_q")
+            if self._modules:  # a stage may have no attention
+                print_once("> sequences are not balanced: attention got no PackedSeqParams with cu_seqlens_q")
             return
         if self._event is None:
             return
