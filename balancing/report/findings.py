@@ -100,13 +100,16 @@ def rank_name(summary: Summary, rank: int) -> str:
 
 
 def basis(summary: Summary) -> str:
-    """The iterations that the figures are of, the iterations left out, and damaged lines."""
+    """The iterations that the figures are of, the iterations left out, steps without a loss, and damaged lines."""
     if not summary.counted:
         return f"no iteration was observed{_damage(summary)}"
     first, last, n = summary.counted[0], summary.counted[-1], len(summary.counted)
     span = f"{n} iterations ({first} to {last})" if n > 1 else f"1 iteration ({first})"
     left_out = [f"first {summary.skipped} left out as warm-up"] if summary.skipped else []
     left_out += [f"{summary.other_layout} up to the last move left out"] if summary.other_layout else []
+    training = summary.actions.get("training")
+    empty = training.counts.get("no loss", 0) if training else 0
+    left_out += [f"no token counted for the loss in {empty} step{'s' * (empty > 1)}"] if empty else []
     return f"figures are of {'; '.join([span, *left_out])}{_damage(summary)}"
 
 

@@ -5,7 +5,7 @@ import pytest
 from tests.support.events import events_in
 from tests.support.sampled import sampled
 from tests.support.settings import EARLY_EXIT, HASH_ATTENTION, PLASTICITY, scheme_flags
-from tests.support.training import EXACT, MOE, assert_close, train
+from tests.support.training import EXACT, MODEL, MOE, assert_close, train
 
 UNTIED = "--untie-embeddings-and-output-weights"
 PP3 = "--pipeline-model-parallel-size 3 --pipeline-model-parallel-layout E|tttt|L"
@@ -13,6 +13,7 @@ PP4 = "--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout E|tt|tt
 PRUNE = scheme_flags(prune_sparsity=0.8, prune_start=1, prune_end=3, prune_interval=1)
 FILL = "--fill-with-weight-gradients"
 EXPERTS = f"{' '.join(MOE)} --moe-token-dispatcher-type alltoall"
+PACKED = "--dataloader-inter-document-masking --eod-mask-loss --disable-bias-linear"
 EP2 = "--expert-model-parallel-size 2 --balance-experts"
 
 # ranks, flags of all runs, flags of the pipeline
@@ -24,16 +25,17 @@ CASES = {
     "early exit": (4, EARLY_EXIT, PP4),
     "sparse attention": (3, HASH_ATTENTION, PP3),
     "experts": (6, EXPERTS, f"{PP3} {EP2}"),
+    "sequences": (6, PACKED, f"{PP3} --balance-sequences --sequence-micro-batches"),
     "layers and weight gradients": (4, "--train-iters 6", f"{PP4} --balance-layers {FILL}"),
 }
 
 
-@pytest.mark.parametrize("name", sampled(CASES, "freezing", "early exit", "layers and weight gradients"))
-def test_stages_without_layers_change_no_number(pool, tmp_path, name):
-    ranks, flags, pipeline = CASES[name]
+@pytest.mark.parametrize("name", sampled(CASES, "freezing", "early exit", "sequences", "layers and weight gradients"))
+def test_stages_without_layers_change_no_number(pool, corpus, tmp_path, name):
+    (ranks, flags, pipeline), base = CASES[name], [*MODEL, *corpus]
     report, same = tmp_path / "report", f"{' '.join(EXACT)} --init-method-std 0.1 {flags}"
-    train(pool, 1, f"{same} --lr 0 --train-iters 1 --save {tmp_path / 'start'} --save-interval 1")
+    train(pool, 1, f"{same} --lr 0 --train-iters 1 --save {tmp_path / 'start'} --save-interval 1", base=base)
     same += f" --load {tmp_path / 'start'} --finetune --no-load-optim --no-load-rng"
-    run = train(pool, ranks, f"{same} {pipeline} --balance-report {report}", parameters=True)
-    assert_close(run, train(pool, 1, same, parameters=True))
+    run = train(pool, ranks, f"{same} {pipeline} --balance-report {report}", base=base, parameters=True)
+    assert_close(run, train(pool, 1, same, base=base, parameters=True))
     assert events_in(report)

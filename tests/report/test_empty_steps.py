@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 
 from balancing.report import read_history
+from balancing.report.findings import basis
+from balancing.report.summary import summarize
 from tests.support.events import events_in
 from tests.support.training import MOCK_DATA, MODEL, RankRun, train_rank
 
@@ -47,4 +49,6 @@ def test_steps_without_a_loss_are_told(pool, tmp_path, ranks, flags):
     if "--calculate" not in flags:
         events = events_in(tmp_path, action="no loss")
         assert [line["iteration"] for line in events] == [number + 1 for number in EMPTY]
-        assert not read_history(tmp_path).damage
+        history = read_history(tmp_path)
+        assert not history.damage
+        assert "no token counted for the loss in 2 steps" in basis(summarize(history))

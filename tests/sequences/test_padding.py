@@ -105,3 +105,20 @@ def _masked_states() -> None:
 
 def test_a_document_of_nan_stays_in_its_document(pool):
     pool.run(1, _masked_states)
+
+
+def _rank_without_tokens() -> list[tuple[str, list[int]]]:
+    from balancing.cluster import Cluster
+    from balancing.sequences import AttentionShape, plan_sequences
+    from megatron.balanced.sequences.dataset import _packed_tokens, positions, row_origins
+
+    cluster = Cluster.preset("h200-8x400g").relabel(1, 4)
+    plan = plan_sequences([1, 2], cluster, shape=AttentionShape(32, 4, 4, 2, 64))
+    (rank,) = (rank for rank in range(4) if not plan.linear_tokens[rank])
+    found = _packed_tokens(plan, rank), positions(plan, rank, 2), row_origins(plan, rank, 2, (5, 6))
+    return [(str(each.dtype), each.tolist()) for each in found]
+
+
+def test_a_rank_without_tokens_has_padding_alone(pool):
+    (found,) = pool.run(1, _rank_without_tokens)
+    assert found == [("int64", []), ("int64", [0, 0]), ("int64", [0, 0])]

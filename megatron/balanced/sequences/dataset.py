@@ -254,24 +254,22 @@ def _places(documents: Sequence[_Document], packed: np.ndarray) -> _Places:
 def _packed_tokens(plan: SequencePlan, rank: int) -> np.ndarray:
     """int64 [token], where the rank's tokens are in the packed micro-batch, in the order in which it holds them."""
     first = [0, *accumulate(plan.lengths)]
-    return np.concatenate(
-        [
-            np.arange(first[shard.sequence] + shard.start, first[shard.sequence] + shard.stop)
-            for shard in plan.shards(rank, linear=True)
-        ]
-    )
+    shards = plan.shards(rank, linear=True)  # none on a rank without tokens
+    ranges = [(first[shard.sequence] + shard.start, first[shard.sequence] + shard.stop) for shard in shards]
+    return np.concatenate([np.zeros(0, np.int64), *(np.arange(*each) for each in ranges)])
 
 
 def positions(plan: SequencePlan, rank: int, rows: int) -> np.ndarray:
     """int64 [row], each row's position in its document; 0 in padding."""
     of_shards = [np.arange(shard.start, shard.stop) for shard in plan.shards(rank, linear=True)]
-    return np.pad(np.concatenate(of_shards), (0, rows - int(plan.linear_tokens[rank])))
+    return np.pad(np.concatenate([np.zeros(0, np.int64), *of_shards]), (0, rows - int(plan.linear_tokens[rank])))
 
 
 def row_origins(plan: SequencePlan, rank: int, rows: int, origins: Sequence[int]) -> np.ndarray:
     """int64 [row], the origin of each row's token; 0 in padding. origins: [document]."""
     shards = plan.shards(rank, linear=True)
-    of_tokens = np.repeat([origins[shard.sequence] for shard in shards], [shard.tokens for shard in shards])
+    of_shards = np.array([(origins[shard.sequence], shard.tokens) for shard in shards], dtype=np.int64).reshape(-1, 2)
+    of_tokens = np.repeat(*of_shards.T)
     return np.pad(of_tokens, (0, rows - len(of_tokens)))
 
 
