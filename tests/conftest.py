@@ -38,7 +38,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", f"limit(seconds): the time limit of a test, {DEFAULT_SECONDS:.0f} s by default")
-    config.addinivalue_line("markers", "thorough: `scripts/test.sh` alone leaves it out, `scripts/test.sh --all` runs it")
+    config.addinivalue_line(
+        "markers", "thorough: `scripts/test.sh` alone leaves it out, `scripts/test.sh --all` runs it"
+    )
     config.addinivalue_line("markers", "exhaustive: runs with --exhaustive, and by chance with --sample")
     config.addinivalue_line("markers", "gpu: runs where torch finds a CUDA device only")
 

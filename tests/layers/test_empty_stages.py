@@ -39,3 +39,10 @@ def test_stages_without_layers_change_no_number(pool, corpus, tmp_path, name):
     run = train(pool, ranks, f"{same} {pipeline} --balance-report {report}", base=base, parameters=True)
     assert_close(run, train(pool, 1, same, base=base, parameters=True))
     assert events_in(report)
+
+
+def test_a_stage_without_parameters_trains(pool):
+    """Without a checkpoint, which Megatron-LM cannot load there. Its rank learns from others how fast they learn."""
+    flags = f"{UNTIED} --freeze-layers 2 --freeze-layers-interval 1 {PLASTICITY} --train-iters 6"
+    pipeline = "--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout E|tt||ttL"
+    assert len(train(pool, 4, f"{' '.join(EXACT)} {flags} {pipeline}").losses) == 6

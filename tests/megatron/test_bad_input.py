@@ -44,6 +44,13 @@ FLAGS = {
         "--mtp-num-layers 1",
         "add --untie-embeddings-and-output-weights",
     ),
+    "saved with an empty stage": (
+        "--save saved --save-interval 2 --pipeline-model-parallel-size 4 --pipeline-model-parallel-layout Ett||tt|L",
+        "--save saved",
+        "--pipeline-model-parallel-layout Ett||tt|L",
+        "stage 1 has no parameters",
+        "give it a layer",
+    ),
     "not a module of a graph": ("--cuda-graph-modules attention", "--cuda-graph-modules", "attention"),
     "groups left to others": ("--lazy-mpu-init", "--lazy-mpu-init", "drop it"),
     "no angle": ("--rotary-base -1", "--rotary-base -1", "above 0"),

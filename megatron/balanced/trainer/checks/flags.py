@@ -12,6 +12,7 @@ import struct
 import tempfile
 from pathlib import Path
 
+from balancing.layers.layout import from_layout
 from megatron.balanced.shared.errors import LocalError
 from megatron.balanced.trainer.checks.checkpoints import nothing_to_load
 from megatron.balanced.trainer.checks.corpus import INDEX_HEAD, check_lengths
@@ -79,11 +80,26 @@ def check_saves(args: argparse.Namespace) -> None:
             f"{given} with --mtp-num-layers {args.mtp_num_layers} in a pipeline: Megatron-LM cannot {verb} a "
             f"checkpoint if embedding and head share weights; {instead}"
         )
+    given = next((f"--{name} {folder}" for name in ("save", "load") if (folder := getattr(args, name))), None)
+    if given and (stage := _stage_without_parameters(args)):
+        raise ValueError(
+            f"{given} with --pipeline-model-parallel-layout {args.pipeline_model_parallel_layout}: stage {stage} has "
+            "no parameters, and Megatron-LM cannot load a checkpoint there; give it a layer, or drop the stage"
+        )
     for kind in ("params", "activations", "tokens-per-expert", "wgrads", "dgrads"):
         flag = f"--save-{kind}-interval"
         interval = getattr(args, flag[2:].replace("-", "_"))
         if interval and not args.save:
             raise ValueError(f"{flag} {interval} needs a folder; give --save DIR, or drop it")
+
+
+def _stage_without_parameters(args: argparse.Namespace) -> int | None:
+    """A stage between the others that has nothing. Of several chunks Megatron-LM leaves empty ones out."""
+    layout, stages = args.pipeline_model_parallel_layout, args.pipeline_model_parallel_size
+    if not layout or args.mtp_num_layers or stages < 3:
+        return None
+    plan = from_layout(str(layout), stages)
+    return next((at for at in range(1, stages - 1) if plan.virtual == 1 and not plan.chunks[at][0]), None)
 
 
 def check_data(args: argparse.Namespace) -> None:
