@@ -43,6 +43,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from balancing.command_line import Parser, whole_number
 from balancing.files import output
+from megatron.balanced.cpu.packages import hide_packages
 
 BYTE_LEVEL = "ByteLevelTokenizer"
 # The 256 byte values, then two tokens that no text can contain.
@@ -400,6 +401,7 @@ def main(argv: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no partial output remains
+    hide_packages()  # Megatron imports them and this program needs none: they take seconds, and one may be broken
     try:
         sys.exit(main())
     except KeyboardInterrupt:

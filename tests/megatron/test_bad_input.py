@@ -232,9 +232,7 @@ FLAGS = {
 
 
 def test_flags(pool):
-    # Transformer Engine has context-parallel attention.
-    left_out = {"context parallel"} if importlib.util.find_spec("transformer_engine") else set()
-    assert_refused(pool, BASE, {case: row for case, row in FLAGS.items() if case not in left_out})
+    assert_refused(pool, BASE, FLAGS)
 
 
 def _flags_that_do_not_exist(argv: list[str]) -> list[str]:

@@ -7,7 +7,7 @@ from importlib import metadata
 from importlib.metadata import PathDistribution
 from pathlib import Path
 
-__all__ = ["add_to_path", "folder", "version", "why_missing", "why_not_interpreted"]
+__all__ = ["add_to_path", "folder", "unhide", "version", "why_missing", "why_not_interpreted"]
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
@@ -43,7 +43,15 @@ def why_not_interpreted() -> str | None:
     return None
 
 
+def unhide(*names: str) -> None:
+    """Have imports find packages that the CPU device hides (`megatron.balanced.cpu.packages`)."""
+    for name in names:
+        if sys.modules.get(name, name) is None:
+            del sys.modules[name]
+
+
 def add_to_path(name: str) -> None:
     """Have imports find the packages. Last, so that what is installed otherwise stays what is imported."""
+    unhide(name)
     if str(folder(name)) not in sys.path:
         sys.path.append(str(folder(name)))

@@ -5,12 +5,14 @@ tensor factories. After `use_cpu` the CPU answers, as one device that runs in or
 wait for, a copy to the device is the tensor itself, collectives run on gloo, memory figures are those of the process.
 `release_cpu` restores everything.
 
-Two mechanisms, both process-wide:
+Three mechanisms, all process-wide:
 - one table (`_replacements`) of attributes of `torch.cuda`, `torch.distributed` and a few more modules, which are
   replaced by those of `megatron.balanced.cpu.fakes` and `megatron.balanced.cpu.gloo`;
-- a `TorchFunctionMode` (`megatron.balanced.cpu.function_mode`) that maps CUDA devices to the CPU.
+- a `TorchFunctionMode` (`megatron.balanced.cpu.function_mode`) that maps CUDA devices to the CPU;
+- imports do not find packages for GPUs, such as Transformer Engine (`megatron.balanced.cpu.packages`).
 
-Megatron copies several of these names when it is imported, so `use_cpu` must run before `megatron.core` is imported.
+Megatron chooses its functions by these packages, and several names of `torch.cuda`, when it is imported, so
+`use_cpu` must run before `megatron.core` is imported.
 Packages on the way to this module therefore import nothing of Megatron's: `megatron/balanced/*/__init__.py` are empty.
 """
 
@@ -21,13 +23,14 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed
 import torch.utils.data
 
-from megatron.balanced.cpu import fakes, function_mode, gloo
+from megatron.balanced.cpu import fakes, function_mode, gloo, packages
 from megatron.balanced.shared.errors import LocalError
 
 __all__ = ["choose_device", "is_cpu", "release_cpu", "use_cpu"]
@@ -165,7 +168,7 @@ def _is_relevant(record: logging.LogRecord) -> bool:
     return "CPU RNG state changed" not in record.getMessage()
 
 
-_active: tuple[function_mode.OnCpu, list[tuple[Any, str, Any]]] | None = None
+_active: tuple[function_mode.OnCpu, list[tuple[Any, str, Any]], dict[str, ModuleType]] | None = None
 _ABSENT = object()
 
 
@@ -210,7 +213,7 @@ def use_cpu() -> None:
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(_is_relevant)
     mode = function_mode.OnCpu()
     mode.__enter__()
-    _active = (mode, saved)
+    _active = (mode, saved, packages.hide_packages())
 
 
 def release_cpu() -> None:
@@ -218,8 +221,9 @@ def release_cpu() -> None:
     global _active
     if _active is None:
         return
-    mode, saved = _active
+    mode, saved, aside = _active
     _active = None
+    packages.show_packages(aside)
     mode.__exit__(None, None, None)
     logging.getLogger("megatron.core.tensor_parallel.random").removeFilter(_is_relevant)
     for owner, name, value in reversed(saved):

@@ -7,6 +7,8 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
+from tests.support.packages_apart import unhide
+
 __all__ = ["stand_in_for"]
 
 
@@ -41,4 +43,5 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 def stand_in_for(*names: str) -> None:
     """Have imports of these packages and of their modules give empty ones, in this process and for good."""
+    unhide(*names)
     sys.meta_path.insert(0, _Finder(names))

@@ -355,7 +355,7 @@ def install_flex() -> dict[str, int]:
     HybridEPBuffer.dispatch_with_permute = counted(HybridEPBuffer.dispatch_with_permute, "hybridep")
     NcclEp.ep_dispatch = staticmethod(counted(NcclEp.ep_dispatch, "ncclep"))
     engine = {"transformer_engine": {}, "transformer_engine.pytorch": {"ep": NcclEp}}
-    absent = [name for name in engine if name not in sys.modules]
+    before = {name: sys.modules[name] for name in engine if name in sys.modules}
     for name, members in (
         *engine.items(),
         ("deep_ep", {"Buffer": Buffer, "HybridEPBuffer": HybridEPBuffer}),
@@ -366,8 +366,9 @@ def install_flex() -> dict[str, int]:
         vars(module).update(members)
         sys.modules[name] = module
     importlib.reload(fused_a2a)  # it defines its functions where the packages can be imported
-    for name in absent:
+    for name in engine:
         del sys.modules[name]
+    sys.modules |= before
     for name, value in vars(fused_a2a).items():
         if not name.startswith("_") and hasattr(token_dispatcher, name):
             setattr(token_dispatcher, name, value)
