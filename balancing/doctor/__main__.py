@@ -2,8 +2,8 @@
 
 Megatron-LM falls back silently: without Transformer Engine it uses other modules for attention, norms and experts. A
 package that is installed but broken counts as absent, or ends the run later with an unrelated error. This command
-prints the installed packages, the kernels that will run, and missing packages. The exit code is 0 if training can run,
-else 2 after one line with the reason.
+imports the packages, and prints their versions or errors, the kernels that will run, and missing packages. The exit
+code is 0 if training can run, else 2 after one line with the reason.
 
 `--need train|test|gpu` only checks whether this Python has the packages for that task, without importing them. It
 prints the path of the interpreter and the folder of megatron-core that MEGATRON_CORE names.
@@ -25,6 +25,7 @@ from typing import Any
 
 from balancing import __version__
 from balancing.command_line import Parser
+from balancing.doctor.broken import TITLES, broken, version
 from balancing.doctor.installed import (
     MEGATRON_CORE,
     NEEDS,
@@ -38,58 +39,100 @@ from balancing.doctor.installed import (
 
 __all__ = ["examine", "kernels", "main", "missing", "problem"]
 
-_PROBE_SECONDS = 120
-# Packages that Megatron-LM tries to import. Each is probed in its own process, since an import may fail, hang or crash.
+_PROBE_SECONDS = 600  # a busy machine may take minutes
+# Packages that Megatron-LM or this package imports. Each is probed in a process of its own, since an import may fail,
+# hang or crash. As in training, torch comes first: which libraries a package finds depends on it.
+_NCCL = """
+import ctypes, os
+def nccl():
+    number = ctypes.c_int()
+    try:  # the library that torch has loaded, which need not be the one that it was built with
+        ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD | os.RTLD_NOW).ncclGetVersion(ctypes.byref(number))
+    except (OSError, AttributeError):
+        return None  # part of torch, or none
+    return f"{number.value // 10000}.{number.value // 100 % 100}.{number.value % 100}"
+"""
 PROBES = {
-    "torch": """
+    "torch": f"""
 import torch, torch.distributed as dist
+{_NCCL}
 cards = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-found = dict(version=torch.__version__, cuda=torch.version.cuda,
-    nccl=".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else None,
+built = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else None
+found = dict(version=torch.__version__, cuda=torch.version.cuda, nccl=nccl() or built, built=built,
     gpus=[dict(name=card.name, memory=card.total_memory) for card in cards])
 """,
     "transformer_engine": """
-import transformer_engine.pytorch
+import torch, transformer_engine.pytorch
 found = dict(version=str(getattr(transformer_engine, "__version__", "")))
 """,
     "flash_attn": """
-import flash_attn
+import torch, flash_attn
 from flash_attn import flash_attn_varlen_func
 found = dict(version=str(getattr(flash_attn, "__version__", "")))
+""",
+    "apex": """
+import torch, amp_C, apex.multi_tensor_apply, apex.normalization, apex.optimizers
+found = {}
+""",
+    "triton": "import triton; found = dict(version=triton.__version__)",
+}
+# With a GPU. Without one, runs do not import packages for GPUs.
+GPU_PROBES = {
+    "triton": """
+import torch, triton, warnings
+from balancing.sequences.engine.merging import choose_merge
+warnings.simplefilter("error")  # of a kernel that does not compile, or computes something else
+choose_merge(torch.device("cuda"))
+found = dict(version=triton.__version__)
+""",
+    "megatron": """
+import torch
+from balancing.doctor.broken import broken_import
+try:
+    import megatron.core
+except Exception as error:
+    raise SystemExit(broken_import(error) or f"megatron-core: broken, {type(error).__name__}: {error}")
+found = {}
 """,
 }
 
 
-def probe(name: str) -> dict[str, Any]:
-    """Run one of `PROBES`. Returns state "ok" with the found facts, "missing", or "broken" with `error`, one line."""
+def probe(name: str, code: str) -> dict[str, Any]:
+    """Import package `name` by the `code` of its probe. Returns state "ok" with the found facts, "missing", or "broken"
+    with `error`, one line."""
     if importlib.util.find_spec(name) is None:
         return {"state": "missing"}
-    code = PROBES[name] + "\nimport json; print('\\n' + json.dumps(found), flush=True)"
+    if name == "apex" and (found := find_apex())["state"] != "ok":
+        return found
+    code += "\nimport json; print('\\n' + json.dumps(found), flush=True)"
     try:
         done = subprocess.run(
             [sys.executable, "-c", code],
             stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=_PROBE_SECONDS,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return {"state": "broken", "error": f"its import hangs for more than {_PROBE_SECONDS} s"}
+        return {"state": "broken", "error": broken(name, f"its import hangs for more than {_PROBE_SECONDS} s")}
     answers = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode == 0 and answers:
-        return {"state": "ok", **json.loads(answers[-1])}
+        return {"state": "ok", "version": version(name), **json.loads(answers[-1])}
     said = [line.strip() for line in done.stderr.splitlines() if line.strip()] if done.returncode > 0 else []
-    return {"state": "broken", "error": (said or [f"its import ends with exit code {done.returncode}"])[-1][:200]}
+    error = (said or [f"its import ends with exit code {done.returncode}"])[-1][:400]
+    return {"state": "broken", "error": error if ": broken, " in error else broken(name, error)}
 
 
 def examine() -> dict[str, Any]:
     """Examine this machine. Returns the facts that `kernels`, `missing` and `problem` judge."""
     use_megatron_core()
+    facts: dict[str, Any] = {"torch": probe("torch", PROBES["torch"]), "megatron": {}}
+    probes = {**PROBES, **(GPU_PROBES if facts["torch"].get("gpus") else {})}
+    del probes["torch"]
     with ThreadPoolExecutor() as pool:
-        facts: dict[str, Any] = dict(zip(PROBES, pool.map(probe, PROBES)))  # noqa: B905  (strict= is Python 3.10's)
+        facts.update(zip(probes, pool.map(probe, probes, probes.values())))  # noqa: B905  (strict= is Python 3.10's)
     return {
         **facts,
         "lacks": lacks("train"),
         "python": ".".join(map(str, sys.version_info[:3])),
-        "megatron": find_megatron(),
-        "apex": find_apex(),
+        "megatron": {**facts["megatron"], **find_megatron()},
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "nvidia_driver": Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists(),
         "compiler": os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"),
@@ -100,10 +143,9 @@ def problem(facts: dict[str, Any]) -> str | None:
     """Why training cannot run here, and the remedy, in one line; None if it can run."""
     if facts["lacks"]:
         return f"missing: {', '.join(facts['lacks'])}; 'pip install -e .' in Megatron-Balance's folder installs all"
-    for name, title in (("torch", "torch"), ("transformer_engine", "Transformer Engine")):
-        if facts[name]["state"] == "broken":
-            return f"{title} is installed but does not start ({facts[name]['error']}); reinstall or uninstall it"
-    return None
+    # Without a GPU the run hides the packages for GPUs.
+    names = ("torch", *(("transformer_engine", "megatron") if facts["torch"].get("gpus") else ()))
+    return next((facts[name]["error"] for name in names if facts[name].get("state") == "broken"), None)
 
 
 def kernels(facts: dict[str, Any]) -> dict[str, str]:
@@ -145,8 +187,9 @@ def missing(facts: dict[str, Any]) -> dict[str, str]:
         how = "pip install -e '.[gpu]'" if gpu else "it needs a GPU"
         found["Transformer Engine"] = f"no FP8, no fused attention, slower norms and optimizer ({how})"
     if gpu and flash["state"] != "ok":
-        broken = f"installed but broken ({flash['error']}); " if "error" in flash else ""
-        found["flash-attn"] = broken + ("only cuDNN's is used" if engine else "torch's own flash attention is used")
+        found["flash-attn"] = "only cuDNN's is used" if engine else "torch's own flash attention is used"
+    if gpu and facts["triton"]["state"] != "ok":
+        found["Triton"] = "attention results are merged and tokens split by operations of torch, which are slower"
     if gpu and not facts["compiler"]:
         found["C compiler"] = "Triton cannot compile kernels: apt-get install gcc, or name a compiler in CC"
     if not TORCH[0] <= numbers(torch["version"])[:2] <= TORCH[1]:
@@ -155,20 +198,31 @@ def missing(facts: dict[str, Any]) -> dict[str, str]:
     return found
 
 
+def _found(facts: dict[str, Any], name: str) -> str:
+    """The version or the state of a package; what is wrong with it if it is broken."""
+    fact = facts[name]
+    if fact["state"] == "broken":
+        return fact["error"].removeprefix(TITLES[name]).strip(" :")
+    return fact.get("version") or fact["state"]
+
+
 def _rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     torch, megatron = facts["torch"], facts["megatron"]
-    built = [f"{name} {torch[key]}" for name, key in (("CUDA", "cuda"), ("NCCL", "nccl")) if torch.get(key)]
+    built = [f"CUDA {torch['cuda']}"] if torch.get("cuda") else []
+    if torch.get("nccl"):
+        other = f" (built for {torch['built']})" if torch["built"] != torch["nccl"] else ""
+        built.append(f"NCCL {torch['nccl']}{other}")
     device = f"CPU, {facts['cores']} cores"
     if torch.get("gpus"):
         first = torch["gpus"][0]
         device = f"{len(torch['gpus'])} x {first['name']}, {first['memory'] / 1e9:.0f} GB each; {device}"
-    packages = {"Transformer Engine": "transformer_engine", "Apex": "apex", "flash-attn": "flash_attn"}
+    packages = ("transformer_engine", "apex", "flash_attn", "triton")
     return [
         ("Python", f"{facts['python']}, {sys.executable}"),
-        ("torch", ", ".join([torch.get("version") or torch["state"], *built])),
+        ("torch", ", ".join([_found(facts, "torch"), *built])),
         ("megatron-core", f"{megatron['version'] or 'missing'}, {megatron['core']} (supported: {MEGATRON_CORE})"),
         ("device", device),
-        *((name, facts[key].get("version") or facts[key]["state"]) for name, key in packages.items()),
+        *((TITLES[name], _found(facts, name)) for name in packages),
         *kernels(facts).items(),
         ("dataset helper", megatron["dataset_helper"]),
     ]

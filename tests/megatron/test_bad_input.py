@@ -226,6 +226,7 @@ FLAGS = {
         "--cuda-graph-impl transformer_engine",
         "use --transformer-impl transformer_engine",
     ),
+    "Transformer Engine": ("--transformer-impl transformer_engine", "needs a GPU", "--transformer-impl local"),
     "delayed gradients": ("--delay-wgrad-compute", "only supported with transformer_engine"),
     "two sources of data": ("--data-path corpus", "--mock-data", "corpus", "drop one"),
 }

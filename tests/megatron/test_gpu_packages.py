@@ -119,6 +119,38 @@ def test_training_does_not_look_for_packages_that_are_broken(pool, broken):
         own.stop()
 
 
+# As on a machine whose torch finds a GPU.
+ON_A_GPU = """
+import torch
+from megatron.balanced.trainer import arguments
+arguments.choose_device = lambda requested: "cuda"
+torch.cuda.get_device_name = lambda: "a GPU"
+import pretrain_gpt
+pretrain_gpt.main()
+"""
+
+
+def test_a_run_on_gpus_says_which_package_is_broken(broken):
+    paths = os.pathsep.join([broken, os.environ.get("PYTHONPATH", "")])
+    done = run_python("-W", "ignore", "-c", ON_A_GPU, *ARGV, PYTHONPATH=paths)
+    line = (
+        r"pretrain_gpt.py: error: (Transformer Engine|Apex): broken, OSError: \w+ was looked for; reinstall or unin.+\n"
+    )
+    assert done.returncode == 2 and re.fullmatch(line, done.stderr)
+
+
+def test_so_does_one_whose_transformer_engine_megatron_takes_for_missing(tmp_path, monkeypatch):
+    from megatron.balanced.trainer.arguments import _without_transformer_engine
+
+    assert "not installed" in str(_without_transformer_engine())
+    (tmp_path / "transformer_engine").mkdir()
+    (tmp_path / "transformer_engine/__init__.py").write_text("raise ImportError('undefined symbol: _ZN2at')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    line = str(_without_transformer_engine())
+    assert line.startswith("Transformer Engine: broken, ImportError: undefined symbol: _ZN2at; reinstall or uninstall")
+    assert line.endswith(", or use --transformer-impl local")
+
+
 @pytest.fixture(scope="module")
 def real() -> Iterator[tuple[Pool, Pool]]:
     """Ranks that could import a Transformer Engine with its libraries, and ranks of the same PyTorch that could not."""

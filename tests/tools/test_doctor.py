@@ -1,8 +1,10 @@
 """The doctor must name what is there, what will run and what is wrong, and survive every broken package."""
 
 import ast
+import contextlib
 import importlib
 import importlib.machinery
+import importlib.metadata
 import os
 import re
 import subprocess
@@ -15,11 +17,13 @@ import pytest
 
 from balancing.doctor import __main__ as doctor
 from balancing.doctor import installed
-from balancing.doctor.__main__ import kernels, missing, probe, problem
+from balancing.doctor.__main__ import PROBES, kernels, missing, probe, problem
+from balancing.doctor.broken import broken, broken_import
 from balancing.doctor.installed import find_apex, find_megatron, find_torch, lacks, use_megatron_core
 from tests.support.patience import PATIENCE
 
 REPOSITORY = Path(__file__).parents[2]
+TORCH_HERE = find_torch()["version"]
 ERROR = "python -m balancing.doctor: error: "
 
 
@@ -28,10 +32,11 @@ def _facts(**changes: Any) -> dict[str, Any]:
     card = {"name": "NVIDIA H200", "memory": 141 << 30}
     facts: dict[str, Any] = {
         "python": "3.12.1",
-        "torch": {"state": "ok", "version": "2.15.0+cu132", "cuda": "13.2", "nccl": "2.30.7", "gpus": [card] * 8},
+        "torch": {"state": "ok", "version": "2.15.0+cu132", "cuda": "13.2", "gpus": [card] * 8},
         "transformer_engine": {"state": "ok", "version": "2.19.0"},
         "flash_attn": {"state": "ok", "version": "2.8.3"},
         "apex": {"state": "ok", "version": "0.1"},
+        "triton": {"state": "ok", "version": "3.8.0"},
         "megatron": {"version": "0.19.2", "core": "/x/megatron/core", "training": True, "dataset_helper": "compiled"},
         "lacks": [],
         "cores": 192,
@@ -60,7 +65,8 @@ def test_a_complete_gpu_node_lacks_nothing():
         (_facts(apex={"state": "unrelated", "version": "0.9.10"}), "apex", "pip uninstall apex"),
         (_facts(apex={"state": "without kernels", "version": "0.1"}), "Apex", "amp_C"),
         (_facts(flash_attn={"state": "missing"}), "flash-attn", "cuDNN"),
-        (_facts(flash_attn={"state": "broken", "error": "undefined symbol"}), "flash-attn", "undefined symbol"),
+        (_facts(flash_attn={"state": "broken", "error": "flash-attn: broken"}), "flash-attn", "cuDNN"),
+        (_facts(triton={"state": "broken", "error": "Triton: broken"}), "Triton", "operations of torch"),
         (_facts(compiler=None), "C compiler", "Triton"),
         (_facts(torch=_facts()["torch"] | {"version": "2.16.0a0"}), "torch", "not tested; 2.10 to 2.15 are"),
         (_facts(torch=_facts()["torch"] | {"gpus": []}), "GPU", "sees no GPU"),
@@ -75,8 +81,9 @@ def test_what_does_not_stop_a_run_is_named_with_its_cost(facts, what, cost):
     ("changes", "reason"),
     [
         ({"lacks": ["torch>=2.10", "numpy"]}, "missing: torch>=2.10, numpy; 'pip install -e .'"),
-        ({"torch": {"state": "broken", "error": "libcudart.so.13"}}, "does not start (libcudart.so.13)"),
-        ({"transformer_engine": {"state": "broken", "error": "Aborted"}}, "Transformer Engine is installed but"),
+        ({"torch": {"state": "broken", "error": "torch 2.15.0: broken, it"}}, "torch 2.15.0: broken, it"),
+        ({"transformer_engine": {"state": "broken", "error": "Transformer Engine: broken"}}, "Transformer Engine: bro"),
+        ({"megatron": _facts()["megatron"] | {"state": "broken", "error": "Apex 0.1: broken"}}, "Apex 0.1: broken"),
     ],
 )
 def test_what_stops_a_run_is_one_line(changes, reason):
@@ -85,9 +92,61 @@ def test_what_stops_a_run_is_one_line(changes, reason):
     assert kernels(_facts(**changes)) == {}, "nothing runs"
 
 
+def test_without_a_gpu_a_broken_package_for_gpus_stops_no_run():
+    facts = _facts(transformer_engine={"state": "broken", "error": "Transformer Engine: broken"})
+    facts["torch"]["gpus"], facts["nvidia_driver"] = [], False
+    assert problem(facts) is None
+    assert kernels(facts)["attention"].startswith("DotProductAttention")
+
+
 def _package(folder: Path, body: str = "") -> None:
     folder.mkdir(parents=True)
     (folder / "__init__.py").write_text(body + "\n")
+
+
+CUDNN = (
+    "OSError: {}/libcudnn_heuristic.so.9: undefined symbol: "
+    "_ZNK5cudnn7backend23PagedCacheLoadOperation16get_kPageTableIDEv, version libcudnn_graph.so.9"
+)
+OF_TORCH = "ImportError: /x/y.so: undefined symbol: _ZN3c104cuda29c10_cuda_check_implementationEiPKcS2_jb"
+
+
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        (CUDNN.format("/lib/x86_64-linux-gnu"), "two cuDNNs are installed: set CUDNN_HOME={0}/cudnn and put "
+         "{0}/cudnn/lib first in LD_LIBRARY_PATH"),
+        (CUDNN.format("{0}/cudnn/lib"), "reinstall or uninstall it"),
+        ("OSError: libnccl.so.2: cannot open shared object file: No such file", "add {0}/nccl/lib to LD_LIBRARY_PATH"),
+        ("OSError: libmpi.so.40: cannot open shared object file", "install the package that has libmpi.so.40, or add "),
+        (OF_TORCH, f"it is built for another torch than {TORCH_HERE}: install the build for this one"),
+        ("its import ends with exit code -6", "reinstall or uninstall it"),
+    ],
+)  # fmt: skip
+def test_a_broken_package_has_a_remedy(error, remedy, tmp_path, monkeypatch):
+    for file in ("cudnn/lib/libcudnn_graph.so.9", "nccl/lib/libnccl.so.2"):
+        (tmp_path / file).parent.mkdir(parents=True)
+        (tmp_path / file).write_text("")
+    spec = importlib.machinery.ModuleSpec("nvidia", None, is_package=True)
+    spec.submodule_search_locations = [str(tmp_path)]
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec if name == "nvidia" else found(name))
+    line = broken("flash_attn", error.format(tmp_path))
+    assert line.startswith(f"flash-attn: broken, {error.format(tmp_path)}; {remedy.format(tmp_path)}")
+
+
+def test_an_error_of_an_import_is_of_the_innermost_package(tmp_path, monkeypatch):
+    _package(tmp_path / "apex", "import flash_attn.part")
+    _package(tmp_path / "flash_attn")
+    (tmp_path / "flash_attn/part.py").write_text("import ctypes; ctypes.CDLL('/no/such/libx.so')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(OSError) as caught:
+        importlib.import_module("apex")
+    told = "flash-attn: broken, OSError: /no/such/libx.so: cannot open shared object file: No such file or directory; "
+    assert (broken_import(caught.value) or "").startswith(told)
+    for name in ("apex", "flash_attn", "flash_attn.part"):
+        sys.modules.pop(name, None)
+    assert broken_import(OSError("from elsewhere")) is None
 
 
 def test_pypis_apex_is_not_nvidias(tmp_path, monkeypatch):
@@ -117,9 +176,10 @@ def test_pypis_apex_is_not_nvidias(tmp_path, monkeypatch):
 def test_a_broken_package_is_reported(body, error, tmp_path, monkeypatch):
     monkeypatch.setattr(doctor, "_PROBE_SECONDS", 2 if "sleep" in body else PATIENCE)
     _package(tmp_path / "transformer_engine", body)
+    _package(tmp_path / "torch")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    found = probe("transformer_engine")
+    found = probe("transformer_engine", PROBES["transformer_engine"])
     assert found["state"] == "broken"
     assert error in found["error"] and "\n" not in found["error"]
 
@@ -223,6 +283,9 @@ def test_this_machine_can_train():
     done = _doctor()
     assert (done.returncode, done.stderr) == (0, "")
     assert "this machine can train" in done.stdout and installed.MEGATRON_CORE in done.stdout
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # of a torch that has another NCCL
+        nccl = importlib.metadata.version(f"nvidia-nccl-cu{str(find_torch()['cuda'])[:2]}")
+        assert f", NCCL {nccl}\n" in done.stdout
     assert max(map(len, done.stdout.splitlines())) < 200 and len(done.stdout.splitlines()) < 25
     assert _doctor("--need", "test").stdout.splitlines()[0] == sys.executable
 
@@ -245,12 +308,54 @@ print(local.core_attention().__name__, local.grouped_mlp_modules(True).func.__na
     assert adam in runs["norm, optimizer"]
 
 
-def test_broken_surroundings_do_not_break_the_doctor(tmp_path):
-    for name, body in (("transformer_engine", "import os; os.abort()"), ("apex", ""), ("flash_attn", "1 / 0")):
+# What the doctor asks a torch on a node with one GPU.
+TORCH_WITH_A_GPU = """
+import sys, types
+__version__ = "2.12.0"
+sys.modules["torch.distributed"] = distributed = types.SimpleNamespace(is_nccl_available=lambda: True)
+version = types.SimpleNamespace(cuda="13.0")
+card = types.SimpleNamespace(name="NVIDIA H100", total_memory=80e9)
+cuda = types.SimpleNamespace(device_count=lambda: 1, get_device_properties=lambda i: card, is_available=lambda: True,
+    nccl=types.SimpleNamespace(version=lambda: (2, 28, 9)))
+"""
+
+
+def test_a_gpu_node_whose_packages_are_broken(tmp_path):
+    """Each is imported, and what came of it is told: a version alone says nothing."""
+    errors = {
+        "transformer_engine": f"raise OSError({CUDNN.format('/lib')[9:]!r})",
+        "flash_attn": f"raise ImportError({OF_TORCH[13:]!r})",
+        "amp_C": "raise OSError('libcudart.so.11.0: cannot open shared object file')",
+        "triton": "import os; os.abort()",
+    }
+    for name, body in errors.items():
         _package(tmp_path / name, body)
-    done = _doctor(PYTHONPATH=str(tmp_path))
-    assert done.returncode == 2 and "this machine cannot train" in done.stdout
-    assert done.stderr.startswith(f"{ERROR}Transformer Engine is installed") and done.stderr.count("\n") == 1
+    _package(tmp_path / "torch", TORCH_WITH_A_GPU)
+    (tmp_path / "torch/version.py").write_text("__version__ = '2.12.0'\ncuda: Optional[str] = '13.0'\n")
+    for name in ("optimizers", "normalization", "multi_tensor_apply"):
+        _package(tmp_path / "apex" / name)
+    (tmp_path / "transformer_engine-2.20.2.dist-info").mkdir()
+    (tmp_path / "transformer_engine-2.20.2.dist-info/METADATA").write_text("Name: x\nVersion: 2.20.2\n")
+    core = _fake_megatron(tmp_path / "source", installed.MEGATRON_CORE, COMPILED, "training/__init__.py")
+    (core / "__init__.py").write_text("import transformer_engine\n")
+
+    done = _doctor(PYTHONPATH=str(tmp_path), MEGATRON_CORE=str(tmp_path / "source"))
+    told = dict(re.findall(r"^  ([\w-]+(?: Engine)?) +(.+)$", done.stdout, re.M))
+    assert (done.returncode, told["torch"]) == (2, "2.12.0, CUDA 13.0, NCCL 2.28.9")
+    assert "1 x NVIDIA H100" in told["device"]
+    assert told["Transformer Engine"].startswith("2.20.2: broken, OSError: /lib/libcudnn_heuristic.so.9: undefined")
+    assert told["flash-attn"].startswith("broken, ImportError: /x/y.so: undefined symbol")
+    assert told["flash-attn"].endswith("; it is built for another torch than 2.12.0: install the build for this one")
+    assert told["Apex"].startswith("broken, OSError: libcudart.so.11.0: cannot open shared object file; ")
+    assert "broken, its import ends with exit code -6" in told["Triton"]
+    assert done.stderr == f"{ERROR}Transformer Engine {told['Transformer Engine']}\n"
+
+    (tmp_path / "transformer_engine/__init__.py").unlink()  # megatron-core alone is broken then
+    (core / "__init__.py").write_text("import apex.optimizers\n")
+    (tmp_path / "apex/optimizers/__init__.py").write_text("raise RuntimeError('no kernels')\n")
+    _package(tmp_path / "transformer_engine/pytorch")
+    done = _doctor(PYTHONPATH=str(tmp_path), MEGATRON_CORE=str(tmp_path / "source"))
+    assert done.returncode == 2 and done.stderr.startswith(f"{ERROR}Apex: broken, RuntimeError: no kernels; reinstall")
 
 
 def test_it_speaks_where_nothing_is_installed():
@@ -260,7 +365,7 @@ def test_it_speaks_where_nothing_is_installed():
     assert "this machine cannot train" in done.stdout
 
 
-@pytest.mark.parametrize("name", ["__init__", "command_line", "doctor/__main__", "doctor/installed"])
+@pytest.mark.parametrize("name", ["__init__", "command_line", "doctor/__main__", "doctor/broken", "doctor/installed"])
 def test_an_old_python_can_read_it(name):
     source = (REPOSITORY / "balancing" / f"{name}.py").read_text(encoding="utf-8")
     tree = ast.parse(source, feature_version=(3, 8))

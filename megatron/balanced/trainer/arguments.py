@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import difflib
 import functools
+import importlib
 import importlib.util
 import inspect
 import io
@@ -21,9 +22,11 @@ from typing import Any, NoReturn
 
 import torch
 
+from balancing.doctor.broken import broken_import
 from balancing.doctor.installed import find_apex
 from balancing.launch import detect_launch
 from megatron.balanced.cpu.device import choose_device, is_cpu, use_cpu
+from megatron.balanced.shared.errors import LocalError
 from megatron.balanced.shared.incompatible import REPORT, check_compatible, shown
 from megatron.balanced.trainer.agreement import check_agreement
 from megatron.balanced.trainer.auto_domain import settle_domain
@@ -148,10 +151,7 @@ def _refuse(args: argparse.Namespace, config: BalanceConfig, device: str) -> Non
             "install it, or use --async-strategy mcore"
         )
     if args.transformer_impl == "transformer_engine" and not assumes_gpus() and not _has_transformer_engine():
-        raise ValueError(
-            "--transformer-impl transformer_engine needs Transformer Engine, which is not installed or cannot be "
-            "imported; install it, or use --transformer-impl local"
-        )
+        raise _without_transformer_engine()
     if not assumes_gpus():
         check_engine(args, config)
     if args.use_ring_exchange_p2p and not hasattr(torch.distributed, "ring_exchange"):
@@ -216,6 +216,30 @@ def _has_transformer_engine() -> bool:
     return HAVE_TE
 
 
+def _without_transformer_engine() -> ValueError:
+    flag = "--transformer-impl transformer_engine"
+    if is_cpu():
+        return ValueError(f"{flag} needs a GPU, which this run does not have; use --transformer-impl local")
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except ImportError as error:  # which Megatron-LM takes for its absence
+        if line := broken_import(error):
+            return LocalError(f"{line}, or use --transformer-impl local")
+    return ValueError(
+        f"{flag} needs Transformer Engine, which is not installed; install it, or use --transformer-impl local"
+    )
+
+
+def _import_megatron() -> None:
+    """Raise LocalError if a package that megatron-core imports ends with an error that it does not expect."""
+    try:
+        importlib.import_module("megatron.core")
+    except Exception as error:
+        if (line := broken_import(error)) is None:
+            raise
+        raise LocalError(line) from error
+
+
 def _refuse_without_gpu(args: argparse.Namespace) -> None:
     for name, what in _OF_GPUS.items():
         value = getattr(args, name)
@@ -274,6 +298,7 @@ def parse_arguments(
         assume_ranks(argv)
         join_job(alone=alone)
         device = _start_device(argv)
+        _import_megatron()
 
         from megatron.core.model_parallel_config import resolve_tensor_parallel_weight_shards
         from megatron.training.arguments import parse_args, validate_args
