@@ -22,6 +22,7 @@ install_apart megatron_bridge
 install_apart verl
 install_apart megatron_core
 install_apart megatron_core_0_18
+[ -z "${REAL_TRANSFORMER_ENGINE:-}" ] || install_apart torch_2_11
 cd "$repository"
 
 "$python" --version

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from balancing.doctor.installed import find_megatron
+from balancing.doctor.installed import find_megatron, find_torch
 from megatron.balanced.cpu.packages import GPU_PACKAGES
 from tests.support.command import run_python
-from tests.support.packages_apart import folder, why_missing
+from tests.support.packages_apart import folder, version, why_missing
 from tests.support.pool import Pool
 from tests.support.training import MOCK_DATA, MODEL, MOE, RankRun, assert_same, join, train, train_rank
 
@@ -154,10 +154,11 @@ def test_so_does_one_whose_transformer_engine_megatron_takes_for_missing(tmp_pat
 @pytest.fixture(scope="module")
 def real() -> Iterator[tuple[Pool, Pool]]:
     """Ranks that could import a Transformer Engine with its libraries, and ranks of the same PyTorch that could not."""
-    place = os.environ.get("REAL_TRANSFORMER_ENGINE")
-    if not place:
-        pytest.skip("no real Transformer Engine: REAL_TRANSFORMER_ENGINE names none")
-    torch = [str(folder("torch_2_11"))] if why_missing("torch_2_11", "torch", "torch") is None else []
+    place, own = os.environ.get("REAL_TRANSFORMER_ENGINE"), find_torch()["version"] or ""
+    torch = [] if own.startswith(version("torch_2_11", "torch")) else [str(folder("torch_2_11"))]
+    why = torch and why_missing("torch_2_11", "torch", "torch")
+    if not place or why:
+        pytest.skip(f"no real Transformer Engine: {why or 'REAL_TRANSFORMER_ENGINE names none'}")
     with_it = Pool(first=[place, *torch, str(folder("transformer_engine"))])
     without = Pool(first=torch)
     yield with_it, without
@@ -191,7 +192,7 @@ def test_training_beside_a_real_transformer_engine(real, tmp_path):
     """By command line and in a plain loop."""
     with_it, without = real
     found: list[tuple[RankRun, Any]] = with_it.run(2, _train_beside_it, ARGV)
-    assert all(re.match(r"2\.\d+\.\d+", version) for _, version in found)
+    assert all(re.match(r"2\.\d+\.\d+", seen) for _, seen in found)
     assert_same(join([run for run, _ in found]), join(without.run(2, train_rank, ARGV, True, True)))
     losses = [each.run(4, _loop, tmp_path / name) for name, each in (("with", with_it), ("without", without))]
     assert losses[0] == losses[1] and any(losses[0])
