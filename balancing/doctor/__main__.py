@@ -111,13 +111,18 @@ def probe(name: str, code: str) -> dict[str, Any]:
             stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=_PROBE_SECONDS,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return {"state": "broken", "error": broken(name, f"its import hangs for more than {_PROBE_SECONDS} s")}
+        return {"state": "broken", "error": f"its import hangs for more than {_PROBE_SECONDS} s"}
     answers = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode == 0 and answers:
         return {"state": "ok", "version": version(name), **json.loads(answers[-1])}
     said = [line.strip() for line in done.stderr.splitlines() if line.strip()] if done.returncode > 0 else []
-    error = (said or [f"its import ends with exit code {done.returncode}"])[-1][:400]
-    return {"state": "broken", "error": error if ": broken, " in error else broken(name, error)}
+    return {"state": "broken", "error": (said or [f"its import ends with exit code {done.returncode}"])[-1][:400]}
+
+
+def _line(facts: dict[str, Any], name: str) -> str:
+    """What is wrong with a broken package, in one line. megatron-core has that of the package at fault."""
+    error = str(facts[name]["error"])
+    return error if name == "megatron" else broken(name, error)
 
 
 def examine() -> dict[str, Any]:
@@ -145,7 +150,7 @@ def problem(facts: dict[str, Any]) -> str | None:
         return f"missing: {', '.join(facts['lacks'])}; 'pip install -e .' in Megatron-Balance's folder installs all"
     # Without a GPU the run hides the packages for GPUs.
     names = ("torch", *(("transformer_engine", "megatron") if facts["torch"].get("gpus") else ()))
-    return next((facts[name]["error"] for name in names if facts[name].get("state") == "broken"), None)
+    return next((_line(facts, name) for name in names if facts[name].get("state") == "broken"), None)
 
 
 def kernels(facts: dict[str, Any]) -> dict[str, str]:
@@ -187,9 +192,11 @@ def missing(facts: dict[str, Any]) -> dict[str, str]:
         how = "pip install -e '.[gpu]'" if gpu else "it needs a GPU"
         found["Transformer Engine"] = f"no FP8, no fused attention, slower norms and optimizer ({how})"
     if gpu and flash["state"] != "ok":
-        found["flash-attn"] = "only cuDNN's is used" if engine else "torch's own flash attention is used"
+        why = f"installed but broken ({flash['error']}); " if "error" in flash else ""
+        found["flash-attn"] = why + ("only cuDNN's is used" if engine else "torch's own flash attention is used")
     if gpu and facts["triton"]["state"] != "ok":
-        found["Triton"] = "attention results are merged and tokens split by operations of torch, which are slower"
+        why = f"installed but broken ({facts['triton']['error']}); " if "error" in facts["triton"] else ""
+        found["Triton"] = f"{why}attention results are merged and tokens split by operations of torch, which are slower"
     if gpu and not facts["compiler"]:
         found["C compiler"] = "Triton cannot compile kernels: apt-get install gcc, or name a compiler in CC"
     if not TORCH[0] <= numbers(torch["version"])[:2] <= TORCH[1]:
@@ -202,7 +209,7 @@ def _found(facts: dict[str, Any], name: str) -> str:
     """The version or the state of a package; what is wrong with it if it is broken."""
     fact = facts[name]
     if fact["state"] == "broken":
-        return fact["error"].removeprefix(TITLES[name]).strip(" :")
+        return _line(facts, name).removeprefix(TITLES[name]).strip(" :")
     return fact.get("version") or fact["state"]
 
 

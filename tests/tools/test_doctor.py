@@ -32,7 +32,14 @@ def _facts(**changes: Any) -> dict[str, Any]:
     card = {"name": "NVIDIA H200", "memory": 141 << 30}
     facts: dict[str, Any] = {
         "python": "3.12.1",
-        "torch": {"state": "ok", "version": "2.15.0+cu132", "cuda": "13.2", "gpus": [card] * 8},
+        "torch": {
+            "state": "ok",
+            "version": "2.15.0+cu132",
+            "cuda": "13.2",
+            "nccl": "2.30.7",
+            "built": "2.30.7",
+            "gpus": [card] * 8,
+        },
         "transformer_engine": {"state": "ok", "version": "2.19.0"},
         "flash_attn": {"state": "ok", "version": "2.8.3"},
         "apex": {"state": "ok", "version": "0.1"},
@@ -65,8 +72,12 @@ def test_a_complete_gpu_node_lacks_nothing():
         (_facts(apex={"state": "unrelated", "version": "0.9.10"}), "apex", "pip uninstall apex"),
         (_facts(apex={"state": "without kernels", "version": "0.1"}), "Apex", "amp_C"),
         (_facts(flash_attn={"state": "missing"}), "flash-attn", "cuDNN"),
-        (_facts(flash_attn={"state": "broken", "error": "flash-attn: broken"}), "flash-attn", "cuDNN"),
-        (_facts(triton={"state": "broken", "error": "Triton: broken"}), "Triton", "operations of torch"),
+        (_facts(flash_attn={"state": "broken", "error": "undefined symbol"}), "flash-attn", "undefined symbol"),
+        (
+            _facts(triton={"state": "broken", "error": "no compiler"}),
+            "Triton",
+            "broken (no compiler); attention results",
+        ),
         (_facts(compiler=None), "C compiler", "Triton"),
         (_facts(torch=_facts()["torch"] | {"version": "2.16.0a0"}), "torch", "not tested; 2.10 to 2.15 are"),
         (_facts(torch=_facts()["torch"] | {"gpus": []}), "GPU", "sees no GPU"),
@@ -81,8 +92,14 @@ def test_what_does_not_stop_a_run_is_named_with_its_cost(facts, what, cost):
     ("changes", "reason"),
     [
         ({"lacks": ["torch>=2.10", "numpy"]}, "missing: torch>=2.10, numpy; 'pip install -e .'"),
-        ({"torch": {"state": "broken", "error": "torch 2.15.0: broken, it"}}, "torch 2.15.0: broken, it"),
-        ({"transformer_engine": {"state": "broken", "error": "Transformer Engine: broken"}}, "Transformer Engine: bro"),
+        (
+            {"torch": {"state": "broken", "error": "libcudart.so.13"}},
+            ": broken, libcudart.so.13; reinstall or uninstall",
+        ),
+        (
+            {"transformer_engine": {"state": "broken", "error": "Aborted"}},
+            "Transformer Engine: broken, Aborted; reinst",
+        ),
         ({"megatron": _facts()["megatron"] | {"state": "broken", "error": "Apex 0.1: broken"}}, "Apex 0.1: broken"),
     ],
 )
@@ -93,7 +110,7 @@ def test_what_stops_a_run_is_one_line(changes, reason):
 
 
 def test_without_a_gpu_a_broken_package_for_gpus_stops_no_run():
-    facts = _facts(transformer_engine={"state": "broken", "error": "Transformer Engine: broken"})
+    facts = _facts(transformer_engine={"state": "broken", "error": "Aborted"})
     facts["torch"]["gpus"], facts["nvidia_driver"] = [], False
     assert problem(facts) is None
     assert kernels(facts)["attention"].startswith("DotProductAttention")
