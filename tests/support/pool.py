@@ -6,23 +6,26 @@
 
     results = pool.run(4, total, 1.0)      # one result a rank, in the order of ranks
 
-The ranks are forks of one process that imported Megatron-LM on the CPU device (`pool_server.py`), so each job starts
-from the same state as a new process would, whatever ran before.
+The ranks are forks of one process that imported Megatron-LM, on the CPU device or for GPUs (`pool_server.py`), so each
+job starts from the same state as a new process would, whatever ran before.
 """
 
+import contextlib
 import os
 import pickle
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from tests.support.patience import PATIENCE
-from tests.support.pool_server import GRACE_SECONDS, Job, Outcome, output_file, result_file
+from tests.support.pool_server import GRACE_SECONDS, Branch, Job, Outcome, output_file, result_file
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MAX_WORLD_SIZE = 8
@@ -49,14 +52,32 @@ def single_threaded(first: Sequence[str] = ()) -> dict[str, str]:
 class Pool:
     """Starts its server at the first job, and again after a job that had to be abandoned.
 
-    Without `preload` it starts at once, for jobs that need neither torch nor Megatron. before: a module whose `install`
-    is called before Megatron is imported. first: folders that Python looks into before all others.
+    device: "cpu", "cuda", or "none" for jobs that need neither torch nor Megatron, whose server starts at once.
+    before: a module whose `install` is called before Megatron is imported.
+    first: folders that Python looks into before all others.
+    environment: of the server, beside this process's.
     """
 
-    def __init__(self, preload: bool = True, before: str | None = None, first: Sequence[str] = ()) -> None:
-        self._preload, self._before, self._first = preload, before, first
-        self._server: subprocess.Popen | None = None
+    def __init__(
+        self,
+        device: str = "cpu",
+        before: str | None = None,
+        first: Sequence[str] = (),
+        environment: Mapping[str, str] = {},
+    ) -> None:
+        self._device, self._before, self._first, self._environment = device, before, first, environment
+        self._server: _Server | None = None
+        self._root: Pool | None = None
+        self._lock = threading.Lock()  # branches are asked for by several threads
         self.output: list[str] = []  # what each rank of the last job printed
+
+    def branch(self) -> "Pool":
+        """A pool whose server is a fork of this one's: both run jobs at the same time, for one import. Any thread may use
+        it, but not start this one: Linux kills the server with the thread that started it."""
+        self.start()
+        branch = Pool(self._device)
+        branch._root = self
+        return branch
 
     def run(
         self,
@@ -65,6 +86,8 @@ class Pool:
         *args: Any,
         timeout: float = PATIENCE,
         grace: float = GRACE_SECONDS,
+        environment: Mapping[str, str | None] = {},
+        gpus: int = 0,
         **kwargs: Any,
     ) -> list[Any]:
         """Call a module-level function on `world_size` ranks at once. Returns their results in the order of ranks.
@@ -75,9 +98,11 @@ class Pool:
 
         grace: seconds that the other ranks have to end by themselves after one has failed. What a test expects of them
             needs PATIENCE.
+        environment: of the ranks, as in `Job`.
+        gpus: that the ranks share, in turn.
         """
         assert 1 <= world_size <= MAX_WORLD_SIZE, f"a world of {world_size} ranks; use 1 to {MAX_WORLD_SIZE}"
-        environment = {
+        everyone = {
             "WORLD_SIZE": str(world_size),
             "LOCAL_WORLD_SIZE": str(world_size),
             "MASTER_ADDR": "127.0.0.1",
@@ -86,7 +111,8 @@ class Pool:
         }
         folder = Path(tempfile.mkdtemp(prefix="pool-"))
         try:
-            job = Job(pickle.dumps((function, args, kwargs)), world_size, environment, folder, timeout, grace)
+            call = pickle.dumps((function, args, kwargs))
+            job = Job(call, world_size, {**everyone, **environment}, folder, timeout, grace, gpus)
             ended = self._ask(job)
             self.output = [_read(output_file(folder, rank)) for rank in range(world_size)]
             outcomes = {
@@ -136,34 +162,49 @@ class Pool:
 
     def _ask(self, job: Job) -> dict[int, int]:
         try:
-            if self._server is None:
-                self._start()
-            assert self._server is not None and self._server.stdin and self._server.stdout
-            pickle.dump(job, self._server.stdin)
-            self._server.stdin.flush()
-            return pickle.load(self._server.stdout)
-        except (EOFError, BrokenPipeError) as error:
+            server = self.start()
+            pickle.dump(job, server.jobs)
+            server.jobs.flush()
+            return pickle.load(server.answers)
+        except (EOFError, BrokenPipeError, ConnectionError) as error:
             self.stop()
             raise RuntimeError("the pool's server process died; see its output above") from error
         except BaseException:  # a test's time limit, Ctrl-C: what still runs must not meet the next job
             self.stop()
             raise
 
-    def _start(self) -> None:
-        self._server = subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                f"from tests.support import pool_server; pool_server.main({os.getpid()})",
-                *(["preload"] if self._preload else []),
-                *([self._before] if self._before else []),
-            ],
+    def start(self) -> "_Server":
+        """Start the server unless it runs, and wait until it has imported everything."""
+        if self._server is None:
+            self._server = self._launch() if self._root is None else self._root._fork()
+            self._server.pid = pickle.load(self._server.answers)
+        return self._server
+
+    def _launch(self) -> "_Server":
+        code = f"from tests.support import pool_server; pool_server.main({os.getpid()})"
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, self._device, *([self._before] if self._before else [])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=single_threaded(self._first),
+            env=single_threaded(self._first) | self._environment,
         )
-        ready = pickle.load(self._server.stdout)
-        assert ready == "ready"
+        assert process.stdin and process.stdout
+        return _Server(process.stdin, process.stdout, process)
+
+    def _fork(self) -> "_Server":
+        """A branch of this pool's server."""
+        with self._lock, tempfile.TemporaryDirectory(prefix="pool-") as folder, socket.socket(socket.AF_UNIX) as door:
+            server = self.start()
+            door.bind(address := f"{folder}/door")
+            door.listen()
+            door.settimeout(PATIENCE)
+            pickle.dump(Branch(address), server.jobs)
+            server.jobs.flush()
+            connection, _ = door.accept()
+            connection.settimeout(None)
+            jobs, answers = connection.makefile("wb"), connection.makefile("rb")
+            connection.close()  # once the files are
+            return _Server(jobs, answers)
 
     @property
     def server(self) -> int:
@@ -173,11 +214,27 @@ class Pool:
 
     def stop(self) -> None:
         """End the server and all ranks. The next job starts a new one."""
-        if self._server is None:
-            return
         server, self._server = self._server, None
-        server.kill()  # its ranks are killed by Linux with it
-        server.communicate()
+        if server is not None:
+            server.stop()
+
+
+class _Server:
+    """The process behind a pool. process: where it is a child of this one, and not a branch of another server."""
+
+    def __init__(self, jobs: BinaryIO, answers: BinaryIO, process: subprocess.Popen | None = None) -> None:
+        self.jobs, self.answers, self.process = jobs, answers, process
+        self.pid = 0
+
+    def stop(self) -> None:
+        for pid in filter(None, (self.pid, self.process and self.process.pid)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)  # its ranks are killed by Linux with it
+        for file in (self.jobs, self.answers):
+            with contextlib.suppress(OSError):
+                file.close()
+        if self.process is not None:
+            self.process.wait()
 
 
 def _read(path: Path) -> str:

@@ -1,11 +1,14 @@
-"""The process behind `pool.py`: Megatron-LM imported once on the CPU device, and a fork of it for every rank of a job.
+"""The process behind `pool.py`: Megatron-LM imported once, and a fork of it for every rank of a job.
 
-Importing torch and Megatron costs seconds; a fork costs milliseconds and starts from the state just after the import,
-so that no job can see what another left behind. The fork is safe because this process runs no threads: it never opens a
-process group, and the math libraries are held to one thread.
+Importing torch and Megatron costs seconds, 20 on a machine with GPUs; a fork costs milliseconds and starts from the
+state just after the import, so that no job can see what another left behind. The fork is safe because this process runs
+no threads: it never opens a process group, and the math libraries are held to one thread. For ranks on GPUs it must not
+touch CUDA either, which cannot be used after a fork. If an import does, only torch is imported here and each rank
+imports the rest.
 
 Jobs come over stdin and answers go over stdout, both pickled. Results and output of the ranks are files in the job's
-folder. When the test run goes away, stdin ends and so does everything here.
+folder. When the test run goes away, stdin ends and so does everything here. A branch is a fork of this process that
+takes jobs of its own over a socket.
 """
 
 import argparse
@@ -20,13 +23,14 @@ import os
 import pickle
 import select
 import signal
+import socket
 import sys
 import time
 import traceback
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from tests.support.patience import PATIENCE
 
@@ -56,6 +60,8 @@ PRELOAD = (
     "megatron.balanced.trainer.patches",
     "megatron.balanced.trainer.train",
 )
+# What a server for ranks on GPUs imports even if more would touch CUDA.
+FIRST = ("torch", "torch.distributed.checkpoint", "torch.optim", "numpy.ma")
 GRACE_SECONDS = 3.0  # after one rank failed, the others may say why they did; they may also wait for it for ever
 
 
@@ -65,10 +71,18 @@ class Job:
 
     call: bytes  # pickled (function, args, kwargs); unpickled by the ranks, never here
     world_size: int
-    environment: dict[str, str]
+    environment: dict[str, str | None]  # "{rank}" in a value is the rank's number; None unsets a variable
     folder: Path
     timeout: float  # seconds
     grace: float = GRACE_SECONDS  # seconds for the other ranks to end after one has failed
+    gpus: int = 0  # that the ranks share, in turn; 0 on the CPU device
+
+
+@dataclass(frozen=True)
+class Branch:
+    """Asks for a fork of the server that takes jobs over the socket at this path."""
+
+    address: str
 
 
 @dataclass(frozen=True)
@@ -122,7 +136,12 @@ def _run_rank(job: Job, rank: int, server: int) -> None:
     for stream in (1, 2):
         os.dup2(output, stream)
     faulthandler.enable()  # a rank that crashes says where
-    os.environ.update(job.environment, RANK=str(rank), LOCAL_RANK=str(rank))
+    own = {"RANK": str(rank), "LOCAL_RANK": str(rank % job.gpus if job.gpus else rank)}
+    for name, value in (job.environment | own).items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value.replace("{rank}", str(rank))
     outcome = _call(job)
     try:
         data = pickle.dumps(outcome)
@@ -173,7 +192,7 @@ def _start_store(server: int) -> tuple[int, int]:
         return pid, int(pipe.read())
 
 
-def _run(job: Job, server: int) -> dict[int, int]:
+def _run(job: Job, server: int, jobs: BinaryIO) -> dict[int, int]:
     """Run a job to its end or its timeout. Returns the exit status of each rank that ended by itself."""
     others = []
     if "torch" in sys.modules:
@@ -196,7 +215,7 @@ def _run(job: Job, server: int) -> dict[int, int]:
                 if code:
                     deadline = min(deadline, time.monotonic() + job.grace)
         # Nothing is sent while a job runs: if there is something to read, the test run went away.
-        if is_over or len(ended) == len(ranks) or select.select([sys.stdin], [], [], 0.01)[0]:
+        if is_over or len(ended) == len(ranks) or select.select([jobs], [], [], 0.01)[0]:
             break
     _end([*ranks, *others])
     for pid in (*ranks, *others):
@@ -256,10 +275,12 @@ def _be_patient() -> None:
     failure._MOST_SECONDS = 2 * PATIENCE
 
 
-def _preload(before: list[str]) -> None:
-    from megatron.balanced.cpu.device import use_cpu
+def _preload(before: list[str], device: str) -> None:
+    begin = time.monotonic()
+    if device == "cpu":
+        from megatron.balanced.cpu.device import use_cpu
 
-    use_cpu()
+        use_cpu()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what is not installed; the same on every import
         for module in before:
@@ -267,27 +288,90 @@ def _preload(before: list[str]) -> None:
         for module in PRELOAD:
             importlib.import_module(module)
     _look_up_once()
-    _be_patient()
+    if device == "cpu":
+        _be_patient()
     shrink_mock_data()
+    _pretend(begin)
+    _settle()
+
+
+def _pretend(begin: float) -> None:
+    """For a rehearsal: have imports since `begin` take as long as on another machine."""
+    time.sleep(max(0.0, float(os.environ.get("POOL_IMPORT_SECONDS", 0)) - (time.monotonic() - begin)))
+
+
+def _settle() -> None:
     gc.collect()
     gc.freeze()  # or a collection in a rank would copy every page of this process
+
+
+def cuda_is_touched() -> bool:
+    """Whether this process has initialized CUDA's driver, after which its forks cannot use it."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:  # there is none
+        return False
+    return driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != 3  # CUDA_ERROR_NOT_INITIALIZED
+
+
+_TOUCHED = 17  # exit code of a server whose imports touched CUDA
+
+
+def _preload_for_gpus(before: list[str], server: int) -> int:
+    """Import what ranks on GPUs need in a fork, which becomes the server unless CUDA was touched on the way. In that
+    case this process does, with torch alone. Returns the id of the process that is the server."""
+    for module in FIRST:
+        importlib.import_module(module)
+    fork = os.fork()
+    if fork == 0:
+        die_with_parent(server)
+        _preload(before, "cuda")
+        if cuda_is_touched():
+            os._exit(_TOUCHED)
+        return os.getpid()
+    _, status = os.waitpid(fork, 0)
+    if os.waitstatus_to_exitcode(status) != _TOUCHED:
+        os._exit(0)  # it was the server, and its work is done
+    print("an import touches CUDA: each rank imports Megatron-LM itself", file=sys.stderr, flush=True)
+    _settle()
+    return server
 
 
 def main(parent: int) -> None:
     server = os.getpid()
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test run, which then ends this process
-    answers = os.fdopen(os.dup(1), "wb")
+    jobs: BinaryIO = sys.stdin.buffer
+    answers: BinaryIO = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
 
-    if sys.argv[1:2] == ["preload"]:
-        _preload(sys.argv[2:])
-    pickle.dump("ready", answers)
-    answers.flush()
+    device, before = sys.argv[1], sys.argv[2:]
+    if device == "cuda":
+        server = _preload_for_gpus(before, server)
+    elif device == "cpu":
+        _preload(before, device)
+    branches: list[int] = []
+    _tell(answers, server)
     while True:
         try:
-            job = pickle.load(sys.stdin.buffer)
+            request = pickle.load(jobs)
         except EOFError:
             return
-        pickle.dump(_run(job, server), answers)
-        answers.flush()
+        if isinstance(request, Job):
+            _tell(answers, _run(request, server, jobs))
+            continue
+        branches = [pid for pid in branches if os.waitpid(pid, os.WNOHANG)[0] == 0]
+        if branch := os.fork():
+            branches.append(branch)
+            continue
+        die_with_parent(server)
+        server, branches = os.getpid(), []
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(request.address)
+        jobs, answers = connection.makefile("rb"), connection.makefile("wb")
+        _tell(answers, server)
+
+
+def _tell(answers: BinaryIO, what: Any) -> None:
+    pickle.dump(what, answers)
+    answers.flush()

@@ -2,10 +2,12 @@
 
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -176,7 +178,7 @@ def test_nothing_outlives_the_test_run(tmp_path, end):
     """However it ends: a pool in a process of its own, killed in the middle of a job."""
     code = (
         "from tests.support.pool import Pool; from tests.tools import test_pool\n"
-        "Pool(preload=False).run(2, test_pool._sleep, 3600)"
+        "Pool('none').run(2, test_pool._sleep, 3600)"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", code], env=single_threaded(), stderr=subprocess.DEVNULL, preexec_fn=heed_interrupts
@@ -210,15 +212,15 @@ def test_a_process_whose_parent_has_ended_already_ends():
 
 
 def test_a_server_that_dies_is_replaced():
-    workers = Pool(preload=False)
+    workers = Pool("none")
     try:
         assert workers.run(1, _environment)[0][0] == "0"
-        workers._server.kill()
-        workers._server.wait()
+        workers._server.process.kill()
+        workers._server.process.wait()
         with pytest.raises(RuntimeError, match="server process died"):
             workers.run(1, _environment)
         assert workers.run(1, _environment)[0][0] == "0"
-        server = psutil.Process(workers._server.pid)
+        server = psutil.Process(workers.server)
     finally:
         workers.stop()
     _wait_until_gone([server])
@@ -230,7 +232,7 @@ def test_the_time_limit_of_a_test(tmp_path):
         "import pytest, signal\nfrom tests.support.pool import Pool\n"
         "from tests.tools.test_pool import _sleep, _environment\n"
         "@pytest.fixture(scope='module')\ndef pool():\n"
-        "    workers = Pool(preload=False)\n    yield workers\n    workers.stop()\n"
+        "    workers = Pool('none')\n    yield workers\n    workers.stop()\n"
         "def test_first(pool):\n    pool.run(1, _environment)\n"
         # Its time runs faster from its first line on. Set-up and tear-down have the limit, too, and may not reach it.
         "@pytest.mark.limit(700)\ndef test_slow(pool):\n"
@@ -244,3 +246,63 @@ def test_the_time_limit_of_a_test(tmp_path):
     done = run_python("-m", "pytest", "-q", "-p", "no:cacheprovider", tmp_path, cwd=tmp_path)
     assert "1 failed, 2 passed" in done.stdout, done.stdout + done.stderr
     assert "TimeoutError: test_slow.py::test_slow did not end within 700 s" in done.stdout
+
+
+def _meet(folder: Path, mine: str, other: str) -> str:
+    """Wait for the other job, which must therefore run at the same time."""
+    (folder / mine).touch()
+    deadline = time.monotonic() + PATIENCE
+    while not (folder / other).exists():
+        assert time.monotonic() < deadline, f"{other} does not run beside {mine}"
+        time.sleep(0.01)
+    return os.environ["LOCAL_RANK"] + os.environ.get("OF_RANK", "") + os.environ.get("OMP_NUM_THREADS", "-")
+
+
+def test_branches_run_jobs_at_the_same_time(tmp_path):
+    """A hang in one ends it alone; its next job finds a new branch, and all end with the pool."""
+    root = Pool("none")
+    branches = [root.branch(), root.branch()]
+    try:
+        with ThreadPoolExecutor() as threads:
+            jobs = [
+                threads.submit(
+                    branch.run, 2, _meet, tmp_path, mine, other, gpus=1,
+                    environment={"OF_RANK": "of {rank} of {}", "OMP_NUM_THREADS": None},
+                )
+                for branch, mine, other in zip(branches, "ab", "ba", strict=True)
+            ]  # fmt: skip
+            assert [job.result() for job in jobs] == [["0of 0 of {}-", "0of 1 of {}-"]] * 2
+        servers = [psutil.Process(branch.server) for branch in branches]
+        assert len({root.server, *(server.pid for server in servers)}) == 3
+        with pytest.raises(Hang):
+            branches[0].run(1, _sleep, 3600, timeout=0.5)
+        branches[0].stop()
+        assert branches[0].run(1, _environment)[0][0] == branches[1].run(1, _environment)[0][0] == "0"
+        servers.append(psutil.Process(branches[0].server))
+        assert servers[1].pid == branches[1].server, "the other branch was ended with it"
+    finally:
+        root.stop()
+    _wait_until_gone(servers)
+
+
+def _imported() -> list[str]:
+    return [name for name in ("torch", "megatron.core") if name in sys.modules]
+
+
+@pytest.mark.parametrize("touches", [False, True])
+def test_ranks_on_gpus_are_forks_unless_an_import_touches_cuda(tmp_path, touches):
+    """As far as that goes without a GPU: CUDA's driver is a library that says whether it was initialized."""
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler")
+    code = f"int cuDeviceGetCount(int *count) {{ return {0 if touches else 3}; }}"
+    (tmp_path / "driver.c").write_text(code)
+    library = tmp_path / "libcuda.so.1"
+    subprocess.run([compiler, "-shared", "-o", library, tmp_path / "driver.c"], check=True)
+    ranks = Pool("cuda", environment={"LD_LIBRARY_PATH": str(tmp_path)})
+    try:
+        assert ranks.branch().run(2, _imported) == [["torch"] if touches else ["torch", "megatron.core"]] * 2
+        server = psutil.Process(ranks.server)
+    finally:
+        ranks.stop()
+    _wait_until_gone([server])
