@@ -4,7 +4,7 @@
 # megatron-core is a wheel in FOLDER, named by MEGATRON_CORE. Takes 6 GB in FOLDER, and needs a network the first time.
 #
 #     scripts/rehearse.sh FOLDER scripts/quickstart.sh
-#     scripts/rehearse.sh FOLDER scripts/test.sh --exhaustive tests/gpu -k "not cuda"    the acceptance, on the CPU device
+#     scripts/rehearse.sh FOLDER scripts/gpu_check.sh --rehearse    the acceptance, on the CPU device
 #
 # PYTHON names a Python 3.12; TORCH the release of PyTorch, 2.11.0 by default. REAL_TRANSFORMER_ENGINE names a folder with a
 # build of Transformer Engine for that release, which the script then finds as in a container for GPUs.

@@ -42,7 +42,6 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers", "thorough: `scripts/test.sh` alone leaves it out, `scripts/test.sh --all` runs it"
     )
     config.addinivalue_line("markers", "exhaustive: runs with --exhaustive, and by chance with --sample")
-    config.addinivalue_line("markers", "gpu: runs where torch finds a CUDA device only")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -54,10 +53,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     # whose tests start ranks.
     files = {item.path for item in items if {"pool", "engine", "muon"} & set(getattr(item, "fixturenames", ()))}
     items.sort(key=lambda item: (not item.nodeid.startswith(ONE_SCOPE), item.path not in files))
-    needs_gpu = [item for item in items if item.get_closest_marker("gpu")]
-    if needs_gpu and not _has_gpu():
-        for item in needs_gpu:
-            item.add_marker(pytest.mark.skip(reason="needs a GPU: torch finds no CUDA device"))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -81,12 +76,6 @@ def _left_out(config: pytest.Config, item: pytest.Item) -> bool:
     # Tests of a file with the same parameters have runs in common, and are drawn together.
     drawn = f"{file} {item.callspec.id}" if hasattr(item, "callspec") else item.nodeid
     return seed is None or zlib.crc32(f"{seed} {drawn}".encode()) % SHARE != 0
-
-
-def _has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
 
 
 def _ranks(before: str | None = None) -> Iterator[Pool]:

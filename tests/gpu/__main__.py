@@ -1,7 +1,8 @@
 """python -m tests.gpu: run the acceptance on the GPUs of this machine; `scripts/gpu_check.sh` prepares and starts it.
 
-Each part is a pytest process of its own with its own time limit. Exit code 0 when all parts, or those that were named,
-passed, 1 when one failed, 3 when none failed but not all ran, 2 where nothing can run.
+Megatron-LM is imported once, by the server of a pool, and each rank of each part is a fork of it. Parts that only check
+numbers run side by side, each stream on a branch of the server; costs run alone after them. Exit code 0 when all parts,
+or those that were named, passed, 1 when one failed, 3 when none failed but not all ran, 2 where nothing can run.
 """
 
 import argparse
@@ -10,17 +11,20 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
+import traceback
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import date
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.parts import PARTS, Part, listed
+from tests.gpu.parts import IMPORT_SECONDS, MINUTES, PARTS, STREAMS, Part, choose, listed
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-_GRACE = 20.0  # seconds in which pytest ends what it started
-_START = "import torch, megatron.training.training; torch.zeros(1, device='cuda').sum().item()"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -31,92 +35,234 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: list[str]) -> int:
     parser = _Parser(prog="scripts/gpu_check.sh", description="The acceptance on GPUs, part by part.")
-    parser.add_argument("parts", nargs="*", metavar="PART", help="by default all that have not run yet")
+    parser.add_argument(
+        "parts", nargs="*", metavar="PART", help="by default all that have not run yet and fit the time"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=MINUTES, help="at most; parts are chosen by worth (%(default)g)"
+    )
     parser.add_argument("--out", metavar="DIR", default=REPOSITORY / "runs" / "gpu_check", help="default: %(default)s")
-    parser.add_argument("--dry-run", action="store_true", help="list the parts, what each shows and its limit")
+    parser.add_argument("--dry-run", action="store_true", help="list the parts and what each shows")
+    parser.add_argument(
+        "--rehearse", action="store_true", help="on the CPU device, where an import takes as long as beside a GPU"
+    )
     options = parser.parse_args(argv)
     if unknown := [name for name in options.parts if name not in [part.name for part in PARTS]]:
         parser.error(f"there is no part {unknown[0]!r}; parts are {', '.join(part.name for part in PARTS)}")
+    if not 1 <= options.minutes <= 1000:
+        parser.error(f"--minutes {options.minutes:g}: from 1 to 1000")
     if options.dry_run:
-        print("\n".join(listed()))
+        print("\n".join(listed(options.minutes)))
         return 0
-    from tests.gpu import machine
-
-    facts = machine.look()
-    reason = machine.problem(facts)
+    begin = time.monotonic()
     out = Path(os.environ.get("GPU_CHECK_FROM", "."), options.out).absolute()
     try:
         out.mkdir(parents=True, exist_ok=True)
         (out / "results.jsonl").open("a").close()
     except OSError as error:
-        reason = reason or f"cannot write to {out} ({error.strerror}); name a folder with --out DIR"
-    if reason is not None:
-        print(f"gpu_check.sh: {reason}", file=sys.stderr)
+        print(f"gpu_check.sh: cannot write to {out} ({error.strerror}); name a folder with --out DIR", file=sys.stderr)
         return 2
     for number in (signal.SIGTERM, signal.SIGHUP):  # so that what was started is stopped
         signal.signal(number, lambda got, frame: sys.exit(128 + got))
-    return _accept(facts, out, options.parts)
+    return _accept(out, options, begin)
 
 
-def _accept(facts: dict[str, Any], out: Path, chosen: list[str]) -> int:
+def _accept(out: Path, options: argparse.Namespace, begin: float) -> int:
     from tests.gpu import machine
     from tests.gpu.mps import private_mps
-    from tests.gpu.verdicts import note, read_report, read_results
+    from tests.gpu.trial import Machine
+    from tests.gpu.verdicts import read_results
 
-    gpus, results = facts["torch"]["gpus"], out / "results.jsonl"
-    about = _about(facts)
-    head = out / "about.txt"
-    if not head.exists() or head.read_text() != "\n".join(about):  # what ran was of another commit or machine
-        results.rename(out / "results-before.jsonl")
-        results.touch()
-        head.write_text("\n".join(about))
-    print(*about, *machine.notes(facts), sep="\n", flush=True)
-    parts = [part for part in PARTS if part.name in chosen]
-    if not chosen:
-        parts = [verdict.part for verdict in read_results(results) if verdict.word == "not run"]
-        print(f"{len(PARTS) - len(parts)} parts have run before" * (len(parts) < len(PARTS)), flush=True)
-    started = time.monotonic()
-    subprocess.run([sys.executable, "-W", "ignore", "-c", _START], cwd=REPOSITORY, check=False, capture_output=True)
-    start = time.monotonic() - started
-    print(f"A process starts in {start:.0f} s; limits follow from that", flush=True)
-    with private_mps() as mps:
-        if any(part.ranks > len(gpus) for part in PARTS):
+    with _imported(out, options.rehearse) as pool, private_mps() as mps:
+        facts = machine.look()  # while the server imports
+        if not options.rehearse and (reason := machine.problem(facts)) is not None:
+            print(f"gpu_check.sh: {reason}", file=sys.stderr)
+            return 2
+        results = out / "results.jsonl"
+        about = _about(facts, options.rehearse)
+        head = out / "about.txt"
+        if not head.exists() or head.read_text() != "\n".join(about):  # what ran was of another commit or machine
+            results.rename(out / "results-before.jsonl")
+            results.touch()
+            head.write_text("\n".join(about))
+        print(*about, *machine.notes(facts), sep="\n", flush=True)
+        chosen = [part for part in PARTS if part.name in options.parts]
+        if not options.parts:
+            have_run = [verdict.part.name for verdict in read_results(results) if verdict.word != "not run"]
+            chosen = choose(options.minutes, have_run)
+            left = [part.name for part in PARTS if part not in chosen and part.name not in have_run]
+            print(
+                f"{len(have_run)} parts have run before; {len(chosen)} run now in at most {options.minutes:g} minutes"
+            )
+            if left:
+                print(f"Without those that do not fit: {', '.join(left)}")
+        pool.start()
+        print(f"Megatron-LM is imported after {time.monotonic() - begin:.0f} s, once for all ranks", flush=True)
+        torch = facts["torch"]
+        gpus = 0 if options.rehearse else len(torch["gpus"])
+        if gpus and any(part.ranks > gpus for part in chosen):
             shared = "at the same time, through MPS" if mps else "in turns, for there is no MPS daemon"
             print(f"Ranks that share a GPU run {shared}.", flush=True)
-        for number, part in enumerate(parts, 1):
-            words = {verdict.part.name: verdict.word for verdict in read_results(results)}
-            print(f"[{number}/{len(parts)}] {part.name}, at most {part.limit(start):.0f} s: ", end="", flush=True)
-            if (why := machine.obstacle(part, facts, words)) is not None:
-                note(results, part.name, word="not run", said=why)
-            else:
-                note(results, part.name, began=date.today().isoformat())
-                begin = time.monotonic()
-                environment = (mps if part.ranks > len(gpus) else {}) | {"GPU_CHECK_START": f"{start:.1f}"}
-                talks = words.get("nccl-2" if part.ranks == 2 else "nccl-4", "passed") in ("passed", "not run")
-                if part.ranks > 1 and not part.name.startswith("nccl") and not (talks and facts["torch"]["nccl"]):
-                    environment["GPU_CHECK_STAGED"] = "1"
-                    note(
-                        results, part.name, figure="over gloo, tensors staged through the host, since NCCL did not talk"
-                    )
-                over = run_part(part, out, environment, part.limit(start))
-                word, said = read_report(out / f"{part.name}.xml") if over is None else ("failed", over)
-                note(results, part.name, word=word, said=said, seconds=time.monotonic() - begin)
-            verdict = next(verdict for verdict in read_results(results) if verdict.part is part)
-            print(f"{verdict.word} after {verdict.seconds:.0f} s. {verdict.said}", flush=True)
-            _write(read_results(results), about, out)
-    return _conclude(read_results(results), chosen, about, out)
+        nccl = tuple(int(number) for number in (torch["nccl"] or "0").split("."))
+        runner = Runner(pool, Machine(gpus, nccl, mps), facts, out, begin + 60 * options.minutes)
+        runner.run(chosen)
+        spent = time.monotonic() - begin
+        print(f"{runner.started} parts in {spent:.0f} s, {runner.runs} runs of forks, Megatron-LM imported once")
+    return _conclude(read_results(results), options, about, out)
 
 
-def _write(verdicts: list[Any], about: list[str], out: Path) -> str:
+@contextlib.contextmanager
+def _imported(out: Path, rehearse: bool) -> Iterator[Any]:
+    """A pool whose server starts to import what ranks need."""
+    from tests.gpu.trial import FP32
+    from tests.support.pool import Pool
+
+    environment = {
+        "TRITON_CACHE_DIR": os.environ.get("TRITON_CACHE_DIR", str(out / "triton")),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # asks the driver for GPUs without initializing CUDA
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # or it starts processes that import torch
+        **{name: value for name, value in FP32.items() if value is not None},
+    }
+    if rehearse:
+        environment["POOL_IMPORT_SECONDS"] = str(IMPORT_SECONDS)
+    pool = Pool("cpu" if rehearse else "cuda", environment=environment)
+    pool.launch()
+    try:
+        yield pool
+    finally:
+        pool.stop()
+
+
+class Runner:
+    """Runs parts and notes what came of them.
+
+    deadline: by time.monotonic(), when everything is cut. runs: of ranks, of all parts so far. started: parts.
+    """
+
+    def __init__(self, pool: Any, machine: Any, facts: dict[str, Any], out: Path, deadline: float) -> None:
+        self._pool, self._machine, self._facts, self._out, self._deadline = pool, machine, facts, out, deadline
+        self._results = out / "results.jsonl"
+        self.runs = self.started = 0
+        self._again: list[Part] = []  # failed while others ran, which may have been the reason
+        self._lock = threading.Lock()
+
+    def run(self, parts: Sequence[Part]) -> None:
+        """First whether ranks talk, on which others depend; then streams, for which the time of costs is kept; then
+        costs; then what is left of the streams, and what failed in them once more, alone."""
+        beside = deque(part for part in parts if not part.alone)
+        alone = [part for part in parts if part.alone]
+        if beside and beside[0].name == "nccl-2":
+            self._part(beside.popleft(), self._pool, self._deadline, True)
+        kept = sum(part.seconds for part in alone)
+        self._streams(beside, self._deadline - kept)
+        for part in alone:
+            self._part(part, self._pool, self._deadline, True)
+        self._streams(beside, self._deadline)
+        for part in self._again:
+            if time.monotonic() + part.seconds < self._deadline:
+                self._part(part, self._pool, self._deadline, True)
+
+    def _streams(self, parts: deque[Part], deadline: float) -> None:
+        """Run parts side by side until the deadline, and leave those that there is no time for."""
+
+        def stream() -> None:
+            branch = self._pool.branch()
+            try:
+                while True:
+                    with self._lock:
+                        if not parts or time.monotonic() + parts[0].seconds > deadline:
+                            return
+                        part = parts.popleft()
+                    self._part(part, branch, self._deadline, False)
+            finally:
+                branch.stop()
+
+        if parts:
+            with ThreadPoolExecutor(STREAMS) as threads:
+                for done in [threads.submit(stream) for _ in range(min(STREAMS, len(parts)))]:
+                    done.result()
+
+    def _part(self, part: Part, pool: Any, deadline: float, alone: bool) -> None:
+        from tests.gpu import machine
+        from tests.gpu.trial import Notes
+        from tests.gpu.verdicts import note, read_results
+
+        words = {verdict.part.name: verdict.word for verdict in read_results(self._results)}
+        if (why := machine.obstacle(part, self._facts, words, self._machine)) is not None:
+            note(self._results, part.name, word="not run", said=why)
+            self._say(part)
+            return
+        failed = (
+            next((verdict for verdict in read_results(self._results) if verdict.part is part), None) if alone else None
+        )
+        note(self._results, part.name, began=date.today().isoformat())
+        begin = time.monotonic()
+        notes = Notes(part.name, self._results)
+        if part in self._again and failed is not None:
+            notes.figure(f"failed beside others: {failed.said}")
+        staged = bool(self._machine.gpus) and part.ranks > 1 and not part.name.startswith("nccl")
+        staged = staged and not self._talks(part, words)
+        if staged:
+            notes.figure("over gloo, tensors staged through the host, since NCCL did not talk")
+        seconds = min(part.limit, deadline - begin)
+        word, said, runs = run_part(part, pool, self._machine, notes, seconds, staged)
+        if word == "failed" and not alone:
+            self._again.append(part)
+        with self._lock:
+            self.runs += runs
+            self.started += 1
+        note(self._results, part.name, word=word, said=said, seconds=time.monotonic() - begin)
+        self._say(part)
+
+    def _talks(self, part: Part, words: dict[str, str]) -> bool:
+        asked = ["nccl-2"] if part.ranks == 2 else ["nccl-2", "nccl-4"]
+        return bool(self._machine.nccl > (0,)) and all(words.get(a, "passed") in ("passed", "not run") for a in asked)
+
+    def _say(self, part: Part) -> None:
+        from tests.gpu.verdicts import read_results
+
+        verdict = next(verdict for verdict in read_results(self._results) if verdict.part is part)
+        print(f"{part.name}: {verdict.word} after {verdict.seconds:.0f} s. {verdict.said}", flush=True)
+
+
+def run_part(
+    part: Part, pool: Any, machine: Any, notes: Any, seconds: float, staged: bool = False
+) -> tuple[str, str, int]:
+    """Run one part. Returns its verdict, why it is no better one, and how many runs of ranks there were."""
+    import dataclasses
+
+    from tests.gpu.trial import Cut, Skipped, Trial
+
+    with tempfile.TemporaryDirectory(prefix="gpu-check-", ignore_cleanup_errors=True) as folder:
+        trial = Trial(pool, dataclasses.replace(machine, staged=staged), notes, Path(folder), seconds)
+        try:
+            trial.work(part.test)
+        except Skipped as why:
+            return "not run", str(why), trial.runs
+        except Cut as why:
+            return "stopped", str(why), trial.runs
+        except Exception as error:
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            said = f"{type(error).__name__}: {error or at.line}"
+            notes.detail(" ".join([said, *getattr(error, "__notes__", ())]))
+            return "failed", said, trial.runs
+    return "passed", "", trial.runs
+
+
+def _write(verdicts: list[Any], about: list[str], out: Path, rehearse: bool) -> str:
     """Write the table to OUT/acceptance.md and to docs/support.md. Returns where it went, in words."""
     from balancing.files import write_text
-    from tests.gpu.verdicts import table, title, write_section
+    from tests.gpu.verdicts import details, table, title, write_section
 
     text = "\n".join(
         [title(verdicts, about[0]), "", *(f"- {line}" for line in (*about, date.today())), "", table(verdicts)]
     )
-    write_text(out / "acceptance.md", f"# {text}\n")
+    behind = "\n".join(details(out / "results.jsonl"))
+    write_text(out / "acceptance.md", f"# {text}\n\n## Iteration by iteration\n\n{behind}\n")
     page = REPOSITORY / "docs" / "support.md"
+    if rehearse:
+        return str(out / "acceptance.md")
     try:
         write_section(page, text)
     except ValueError as error:
@@ -124,17 +270,17 @@ def _write(verdicts: list[Any], about: list[str], out: Path) -> str:
     return f"{out / 'acceptance.md'} and {page.relative_to(REPOSITORY)}"
 
 
-def _conclude(verdicts: list[Any], chosen: list[str], about: list[str], out: Path) -> int:
+def _conclude(verdicts: list[Any], options: argparse.Namespace, about: list[str], out: Path) -> int:
     """Print the table, and return the exit code by the parts that count."""
     from tests.gpu.verdicts import table, title
 
     print(f"\n{table(verdicts)}\n\n{title(verdicts, about[0])}")
-    print(f"Written to {_write(verdicts, about, out)}; output of the parts: {out}")
-    words = {verdict.word for verdict in verdicts if not chosen or verdict.part.name in chosen}
+    print(f"Written to {_write(verdicts, about, out, options.rehearse)}")
+    words = {verdict.word for verdict in verdicts if not options.parts or verdict.part.name in options.parts}
     return 0 if words == {"passed"} else 1 if words & {"failed", "stopped"} else 3
 
 
-def _about(facts: dict[str, Any]) -> list[str]:
+def _about(facts: dict[str, Any], rehearse: bool) -> list[str]:
     """Device, machine, versions and commit, one line each."""
     torch, gpus = facts["torch"], facts["torch"]["gpus"]
     commit = "unknown"
@@ -143,7 +289,9 @@ def _about(facts: dict[str, Any]) -> list[str]:
         # The page that the acceptance writes itself is no other code.
         commit += "-dirty" * bool(_git("diff", "--name-only", "HEAD", "--", ".", ":(exclude)docs/support.md"))
     return [
-        f"{len(gpus)} x {gpus[0]['name']}",
+        f"the CPU device, where an import takes {IMPORT_SECONDS:.0f} s"
+        if rehearse
+        else f"{len(gpus)} x {gpus[0]['name']}",
         f"driver {facts['driver']['version'] or 'unknown'}, {facts['cores']} CPU cores, Python {facts['python']}",
         f"torch {torch['version']}, CUDA {torch['cuda']}, NCCL {torch['nccl']}, "
         f"Transformer Engine {facts['transformer_engine'].get('version') or facts['transformer_engine']['state']}",
@@ -153,52 +301,6 @@ def _about(facts: dict[str, Any]) -> list[str]:
 
 def _git(*words: str) -> str:
     return subprocess.run(["git", *words], cwd=REPOSITORY, capture_output=True, text=True).stdout.strip()
-
-
-def run_part(part: Part, out: Path, environment: dict[str, str], limit: float, device: str = "cuda") -> str | None:
-    """Run one part's test. Its figures, report and output are left in `out`. Returns why it was ended, None if it ended
-    by itself. It ends with this process, too, however that ends."""
-    from tests.support.pool_server import die_with_parent
-
-    report, output = out / f"{part.name}.xml", out / f"{part.name}.log"
-    report.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "pytest", "--exhaustive", f"{Path(__file__).parent / part.test}[{device}]"]
-    command += ["-p", "no:cacheprovider", "-rs", f"--junitxml={report}"]
-    own = {
-        "GPU_CHECK_RESULTS": str(out / "results.jsonl"),
-        "GPU_CHECK_PART": part.name,
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "TRITON_CACHE_DIR": os.environ.get("TRITON_CACHE_DIR", str(out / "triton")),
-    }
-    with output.open("wb") as file:
-        process = subprocess.Popen(
-            command,
-            cwd=REPOSITORY,
-            env=os.environ | own | environment,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=file,
-            start_new_session=True,
-            preexec_fn=partial(die_with_parent, os.getpid()),
-        )
-        try:
-            process.wait(limit)
-        except subprocess.TimeoutExpired:
-            return f"it did not end within {limit:.0f} s: {output}"
-        finally:
-            _end(process)
-    return None
-
-
-def _end(process: subprocess.Popen) -> None:
-    """Let pytest end its ranks, then end whatever is left."""
-    if process.poll() is None:
-        process.send_signal(signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_GRACE)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 if __name__ == "__main__":

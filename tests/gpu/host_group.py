@@ -1,23 +1,18 @@
-"""Process groups whose messages pass through the host: over gloo, or out of a recording.
-
-Staged: tensors of a GPU are copied to the host, sent over gloo, and copied back where a work is waited for. So ranks
-talk where NCCL does not; order on streams is trivial then, and speed means nothing.
-
-Recorded: what a rank received in a run on CPUs is what it receives here, alone, without the other ranks. So the program
-of each rank of a job runs on one GPU, with real kernels, one rank after the other.
+"""Process groups whose messages pass through the host: tensors of a GPU are copied to the host, sent over gloo, and
+copied back where a work is waited for. So ranks talk where NCCL does not; order on streams is trivial then, and speed
+means nothing.
 """
 
 import inspect
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves, tree_map
 
-__all__ = ["Tape", "use_host_groups"]
+__all__ = ["use_host_groups"]
 
 _NAME = "hostgroup"
 # As torch 2.14 calls operations, and their names before.
@@ -40,25 +35,6 @@ _OPERATIONS = (
 )  # fmt: skip
 
 
-class Tape:
-    """What one rank received: for each of its groups, in the order of operations.
-
-    received: of the n-th operation on the g-th group, [g][n] = (operation, tensors), tensors on the host.
-    """
-
-    def __init__(self) -> None:
-        self.received: list[list[list[Any]]] = []
-
-    @classmethod
-    def read(cls, file: Path) -> "Tape":
-        tape = cls()
-        tape.received = torch.load(file)
-        return tape
-
-    def write(self, file: Path) -> None:
-        torch.save(self.received, file)
-
-
 class _Work:
     """What was started: `wait` lets the results be read. finish: waits for them and gives them, as on the host."""
 
@@ -79,16 +55,11 @@ class _Work:
 
 
 class HostGroup(dist.ProcessGroup):
-    """gloo: the group that carries messages; None where a tape has them. tape: what is recorded or played."""
+    """gloo: the group that carries messages."""
 
-    def __init__(self, rank: int, size: int, gloo: Any, tape: Tape | None) -> None:
+    def __init__(self, rank: int, size: int, gloo: Any) -> None:
         super().__init__(rank, size)
-        self._gloo, self._tape, self._started = gloo, tape, 0
-        if tape is not None:
-            self._number = _groups_made[0]
-            _groups_made[0] += 1
-            if gloo is not None:
-                tape.received.append([])
+        self._gloo = gloo
 
     supports_coalescing = False
 
@@ -106,26 +77,18 @@ class HostGroup(dist.ProcessGroup):
 
     def _start(self, name: str, *given: Any) -> _Work:
         outputs = [] if name in ("send", "barrier") else [x for x in tree_leaves(given[0]) if torch.is_tensor(x)]
-        number, self._started = self._started, self._started + 1
-        if self._gloo is None:
-            return _Work(outputs, lambda: self._played(name, number, outputs) if outputs else [])
         host = tree_map(lambda x: x.detach().cpu().contiguous() if torch.is_tensor(x) else x, given)
         averaged = name != "send" and getattr(given[-1], "reduceOp", None) == dist.ReduceOp.AVG
         if averaged:  # which gloo does not have
             given[-1].reduceOp = dist.ReduceOp.SUM
         work = self._carry(name, *host)
         arrived = [] if not outputs else [x for x in tree_leaves(host[0]) if torch.is_tensor(x)]
-        entry = [name, None]
-        if self._tape is not None:
-            self._tape.received[self._number].append(entry)
 
         def finish() -> list[torch.Tensor]:
             for one in work if isinstance(work, list) else [work]:
                 one.wait()
             for tensor in arrived if averaged else ():
                 tensor.div_(self.size())
-            if self._tape is not None:
-                entry[1] = [tensor.clone() for tensor in arrived]
             return arrived
 
         return _Work(outputs, finish)
@@ -139,16 +102,6 @@ class HostGroup(dist.ProcessGroup):
         outputs, inputs, *options = given
         return [single(*pair, *options) for pair in zip(outputs, inputs, strict=True)]
 
-    def _played(self, name: str, number: int, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        group = self._tape.received[self._number] if self._tape and self._number < len(self._tape.received) else []
-        recorded, tensors = group[number] if number < len(group) else ("nothing", [])
-        shapes = [tuple(x.shape) for x in outputs]
-        assert recorded == name and tensors is not None and [tuple(x.shape) for x in tensors] == shapes, (
-            f"operation {number} on group {self._number} of {self.size()} ranks is {name} into {shapes} here, and was "
-            f"{recorded} into {[tuple(x.shape) for x in tensors or []]} in the recorded run: it went another way"
-        )
-        return tensors
-
 
 def _method(name: str) -> Callable:
     return lambda self, *given, **named: self._start(name, *given, *named.values())
@@ -157,18 +110,12 @@ def _method(name: str) -> Callable:
 for _operation in _OPERATIONS:
     setattr(HostGroup, _operation, _method(_operation))
 
-_groups_made = [0]
 
-
-def use_host_groups(tape: Tape | None = None, record: bool = False) -> None:
-    """Have all process groups of this process that are made from now on be of this kind.
-
-    tape: what they receive, or with `record` where it is noted. Without it messages are staged.
-    """
+def use_host_groups() -> None:
+    """Have all process groups of this process that are made from now on be of this kind."""
 
     def make(store: Any, rank: int, size: int, timeout: timedelta) -> HostGroup:
-        gloo = dist.ProcessGroupGloo(store, rank, size, timeout=timeout) if tape is None or record else None
-        return HostGroup(rank, size, gloo, tape)
+        return HostGroup(rank, size, dist.ProcessGroupGloo(store, rank, size, timeout=timeout))
 
     dist.Backend.register_backend(_NAME, make, devices=["cpu", "cuda"])
     from megatron.balanced.cpu import gloo
@@ -182,7 +129,7 @@ def use_host_groups(tape: Tape | None = None, record: bool = False) -> None:
             given = _of.bind(*args, **kwargs).arguments
             given.pop("pg_options", None)
             given.pop("device_id", None)
-            if _name == "init_process_group" or tape is not None or given.get("backend") != "gloo":
+            if _name == "init_process_group" or given.get("backend") != "gloo":
                 given["backend"] = _NAME
             return _make(**given)
 

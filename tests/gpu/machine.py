@@ -6,6 +6,7 @@ import subprocess
 from typing import Any
 
 from tests.gpu.parts import Part
+from tests.gpu.trial import Machine
 
 __all__ = ["look", "notes", "obstacle", "problem"]
 
@@ -56,12 +57,16 @@ def notes(facts: dict[str, Any]) -> list[str]:
     return [f"{name}: {cost}" for name, cost in missing(facts).items()]
 
 
-def obstacle(part: Part, facts: dict[str, Any], words: dict[str, str]) -> str | None:
+def obstacle(part: Part, facts: dict[str, Any], words: dict[str, str], machine: Machine) -> str | None:
     """Why a part cannot run; None where it can. words: the verdicts of parts that have one."""
-    if part.after and words.get(part.after, "passed") != "passed":
+    if part.after and words.get(part.after, "passed") not in ("passed", "not run"):
         return f"it needs '{part.after}', which did not pass"
-    if part.name in ("split", "merges", "cost") and not facts["compiler"]:
+    if part.needs == "compiler" and not facts["compiler"]:
         return "no C compiler for Triton: install gcc, or name one in CC"
-    if part.name in ("te", "te-context", "te-experts") and facts["transformer_engine"]["state"] != "ok":
+    if not machine.gpus:
+        return None
+    if part.needs == "engine" and facts["transformer_engine"]["state"] != "ok":
         return f"Transformer Engine is {facts['transformer_engine']['state']}"
+    if part.needs == "mps" and machine.gpus < part.ranks and not machine.mps:
+        return "there is no MPS daemon, which gives each rank a share of the GPU"
     return None

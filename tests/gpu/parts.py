@@ -1,97 +1,113 @@
-"""The parts of the acceptance on GPUs in the order of worth, which is the order in which they run.
+"""The parts of the acceptance on GPUs in the order of worth, and which of them run when.
 
 Imports nothing that must be installed, so that the parts can be listed anywhere.
 """
 
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-__all__ = ["IMPORT_SECONDS", "PARTS", "Part", "listed"]
+__all__ = ["IMPORT_SECONDS", "MINUTES", "PARTS", "STREAMS", "Part", "choose", "listed", "predict"]
 
-IMPORT_SECONDS = (
-    12.0  # assumed, of a process that imports Megatron-LM and starts CUDA; the acceptance measures it first
-)
-MOST_SECONDS = 480.0  # of a part
+MINUTES = 12.0
+IMPORT_SECONDS = 20.0  # of a process that imports Megatron-LM beside a GPU, as on the H100 of 2026-11-26
+STREAMS = 4  # parts at the same time, of up to four ranks each, on 16 cores
 
 
 class Part(NamedTuple):
-    """One part, a test of this folder that runs once for each device.
+    """One part.
 
     name: as on the command line and in the table.
-    test: file and function.
-    seconds: that it may take on a GPU beside the start of processes.
-    starts: processes that it starts one after the other, the test's own among them.
-    ranks: ranks that it starts at once.
+    test: module of this folder and function. After a dot it takes a `Trial` and starts ranks; after a colon it is the
+        body of the only rank and takes the device and `Notes`.
+    seconds: that it takes on an H100 beside others, without imports, which the server does once. Estimated, from the
+        runs of 2026-11-26 (7 to 10 s each), where the part did not end then.
+    ranks: that it starts at once, at most.
     shows: what has been shown when it passes.
+    alone: whether it measures time, and nothing else may run beside it.
+    needs: "engine" for Transformer Engine, "compiler" for a C compiler, "mps" for the MPS daemon.
     after: the name of a part without which it cannot pass, empty for none.
     """
 
     name: str
     test: str
     seconds: int
-    starts: int
     ranks: int
     shows: str
+    alone: bool = False
+    needs: str = ""
     after: str = ""
 
-    def limit(self, import_seconds: float = IMPORT_SECONDS) -> float:
-        """Seconds until it is stopped, where the start of a process takes `import_seconds`."""
-        slower = max(1.0, import_seconds / IMPORT_SECONDS)
-        return min(MOST_SECONDS, self.seconds * slower + self.starts * import_seconds)
+    @property
+    def limit(self) -> float:
+        """Seconds after which it is cut, if nothing else cuts it before."""
+        return 30.0 + 2.5 * self.seconds
 
 
-_TRAINING = "test_parity_on_devices.py::test_"
-_MOVES, _RACES = "test_moves_on_devices.py::test_", "test_races_on_devices.py::test_"
-_CONTEXT = "test_context_on_devices.py::test_context_parallelism_on_a_device"
-_KERNELS, _COST = "test_attention.py::test_", "test_cost_on_devices.py::test_"
+def _alone(name: str, test: str, seconds: int, ranks: int, shows: str, needs: str = "") -> Part:
+    return Part(name, test, seconds, ranks, shows, True, needs)
+
 
 PARTS = (
-    Part("attention", _KERNELS + "kernel_parity", 75, 1, 1, "kernels and merged pieces against float64 on the host"),
-    Part("merges", _KERNELS + "merges_and_sums", 30, 1, 1, "merges of pieces and sums of gradients against float64"),
+    Part("nccl-2", "collectives.two_ranks", 6, 2, "every collective that training uses"),
+    Part("one-rank", "parity.one_rank", 42, 1, "losses of a CPU, and waits of the host"),
     Part(
-        "split",
-        "test_expert_kernels.py::test_kernels_split_like_numpy",
-        60,
-        1,
-        1,
-        "splits of tokens equal to the token",
+        "experts", "parity.replicas", 105, 2, "losses with replicas of experts, TF32 off and on, and routes that flip"
     ),
-    Part("one-rank", _TRAINING + "one_rank_on_a_device", 120, 8, 1, "losses and waits of the host, GPU against CPU"),
-    Part("replay-experts", _TRAINING + "replayed_experts", 60, 3, 1, "each of 2 ranks alone, as if in the job on CPUs"),
-    Part("replay-sequences", _TRAINING + "replayed_sequences", 60, 3, 1, "the same with documents over 2 ranks"),
-    Part("replay-layers", _TRAINING + "replayed_layers", 60, 3, 1, "the same with layers that move"),
-    Part("nccl-2", "test_collectives.py::test_two_ranks_talk", 20, 2, 2, "every collective that training uses"),
-    Part("nccl-4", "test_collectives.py::test_four_ranks_talk", 30, 2, 4, "in groups of two as well", "nccl-2"),
+    Part("sequences", "parity.documents", 80, 2, "losses under each planner"),
+    Part("layers", "parity.moved_layers", 48, 2, "losses with layers that move"),
+    _alone("quarters", "quarters.layers", 75, 4, "moved layers by the clock: 4 stages on quarters of a GPU", "mps"),
+    _alone("cost", "costs:planners", 45, 1, "launches, host and time of attention by plan, beside the even share"),
+    Part("attention", "attention:kernel_parity", 35, 1, "kernels and merged pieces against float64 on the host"),
+    Part("merges", "attention:merges_and_sums", 5, 1, "merges of pieces and sums of gradients", needs="compiler"),
+    Part("split", "splits.kernels_like_numpy", 12, 1, "splits of tokens equal to the token", needs="compiler"),
+    Part("races", "races.late_streams", 80, 2, "late streams change no bit, fp32 and bf16"),
     Part(
-        "nccl-large",
-        "test_collectives.py::test_large_messages_on_several_communicators",
-        20,
-        3,
-        2,
-        "64 MiB messages, two communicators at once",
-        "nccl-2",
+        "te-context", "context.beside_transformer_engine", 20, 4, "attention by plan against TE's own", needs="engine"
     ),
-    Part("experts", _TRAINING + "replicas_on_a_device", 60, 6, 2, "losses with replicas of experts"),
-    Part("sequences", _TRAINING + "documents_on_a_device", 90, 9, 2, "losses under each planner"),
-    Part("layers", _TRAINING + "moved_layers_on_a_device", 40, 5, 2, "losses with layers that move"),
-    Part("races", _RACES + "late_streams_on_a_device", 90, 10, 2, "late streams change no bit, fp32 and bf16"),
-    Part("cost", _COST + "launches_on_a_device", 90, 4, 1, "attention by plan and by other ways: launches, host, time"),
-    Part("shares", _COST + "shares_of_a_moe_layer", 30, 2, 1, "a Mixtral layer's share of the slowest rank, by plan"),
-    Part(
-        "memory-of-a-move", _MOVES + "memory_of_a_move_on_a_device", 40, 2, 2, "at most one layer more; seconds, GB/s"
-    ),
-    Part("early-exit", _TRAINING + "early_exit_on_a_device", 40, 5, 2, "tokens exit, no stage waits for ever"),
-    Part("release", _MOVES + "release_on_a_device", 30, 3, 2, "training goes on without the ranks that left"),
-    Part("sanitizer", _RACES + "sanitizer_on_a_device", 60, 4, 2, "torch sees no unordered access"),
-    Part("te-context", _CONTEXT, 30, 2, 4, "attention by plan against Transformer Engine's context parallelism"),
-    Part("te", _TRAINING + "all_balancers_on_a_device", 60, 4, 4, "all three with Transformer Engine's layers"),
-    Part("te-experts", _TRAINING + "transformer_engines_experts_on_a_device", 70, 11, 2, "replicas in 16 and 8 bits"),
+    Part("te", "parity.all_balancers", 40, 4, "all three with Transformer Engine's layers", needs="engine"),
+    _alone("quarters-experts", "quarters.experts", 75, 4, "EP 4, busiest rank 2.7 times the mean, by the clock", "mps"),
+    _alone("rates-attention", "costs:attention_rates", 45, 1, "TFLOP/s of attention by kernel and length"),
+    _alone("rates-experts", "costs:expert_rates", 30, 1, "TFLOP/s of grouped products by rows and experts"),
+    _alone("rates-split", "costs:split_times", 12, 1, "device and host of a split of tokens", "compiler"),
+    _alone("shares", "costs:moe_shares", 8, 1, "a Mixtral layer's share of the slowest rank, by plan"),
+    _alone("quarters-sequences", "quarters.sequences", 55, 4, "CP 4 on packed documents, by the clock", "mps"),
+    Part("nccl-4", "collectives.four_ranks", 8, 4, "in groups of two as well", after="nccl-2"),
+    Part("nccl-large", "collectives.large_messages", 14, 2, "64 MiB, two communicators at once", after="nccl-2"),
+    Part("early-exit", "parity.early_exit", 32, 2, "tokens exit, no stage waits for ever"),
+    Part("te-experts", "parity.transformer_engines_experts", 100, 2, "replicas in 16 and 8 bits", needs="engine"),
+    Part("release", "moves.release", 16, 2, "training goes on without the ranks that left"),
+    _alone("memory-of-a-move", "moves.memory_of_a_move", 12, 2, "at most one layer more; seconds, GB/s"),
+    Part("sanitizer", "races.sanitizer", 40, 2, "torch sees no unordered access"),
 )
 
 
-def listed() -> list[str]:
-    """One line a part: number, name, minutes, ranks, what it shows."""
+def predict(parts: Sequence[Part], import_seconds: float = IMPORT_SECONDS) -> float:
+    """Seconds of these parts: imports once, what only checks numbers in streams side by side, costs one by one."""
+    streams = [0.0] * STREAMS
+    for part in parts:
+        if not part.alone:
+            streams[streams.index(min(streams))] += part.seconds
+    return import_seconds + max(streams) + sum(part.seconds for part in parts if part.alone)
+
+
+def choose(minutes: float, without: Collection[str] = ()) -> list[Part]:
+    """The parts that fit into so many minutes, taken by worth. without: names of parts that need not run."""
+    chosen: list[Part] = []
+    for part in PARTS:
+        needed = part.after in ("", *without, *(other.name for other in chosen))
+        if part.name not in without and needed and predict([*chosen, part]) <= 60 * minutes:
+            chosen.append(part)
+    return chosen
+
+
+def listed(minutes: float = MINUTES) -> list[str]:
+    """One line a part: number, name, seconds, ranks, what it shows; those that do not fit are marked."""
+    fit = choose(minutes)
     rows = [
-        f"{n:2}. {p.name:<17}{p.limit() / 60:4.1f} min {p.ranks} rank(s)  {p.shows}" for n, p in enumerate(PARTS, 1)
+        f"{n:2}. {p.name:<19}{p.seconds:4} s {p.ranks} rank(s) {'alone ' if p.alone else 'beside'} "
+        f"{p.shows}{'' if p in fit else ' (does not fit)'}"
+        for n, p in enumerate(PARTS, 1)
     ]
-    total = sum(part.limit() for part in PARTS) / 60
-    return [*rows, f"At most {total:.0f} minutes in all where a process starts in {IMPORT_SECONDS:.0f} s."]
+    spent = predict(fit) / 60
+    total = f"{len(fit)} of {len(PARTS)} parts in {spent:.1f} of {minutes:g} minutes where a process starts in"
+    return [*rows, f"{total} {IMPORT_SECONDS:.0f} s: {STREAMS} parts side by side, those marked alone after them."]

@@ -1,50 +1,62 @@
 """The acceptance itself: its parts are there, machines that cannot run it are told so, what came of it is kept."""
 
-import json
+import ast
+import contextlib
 import os
 import re
 import shutil
 import stat
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from balancing.process import is_alive, start_time
 from tests.gpu import __main__ as acceptance
 from tests.gpu import mps
-from tests.gpu.__main__ import run_part
 from tests.gpu.machine import notes, obstacle, problem
 from tests.gpu.mps import private_mps
-from tests.gpu.parts import MOST_SECONDS, PARTS, Part, listed
-from tests.gpu.ranks import OnGpus, sharing
-from tests.gpu.verdicts import Verdict, note, read_report, read_results, table, title, write_section
+from tests.gpu.parts import IMPORT_SECONDS, MINUTES, PARTS, STREAMS, Part, choose, listed, predict
+from tests.gpu.trial import FP32, TF32, Cut, Machine, Notes, Trial, sharing
+from tests.gpu.verdicts import Verdict, details, note, read_results, table, title, write_section
 from tests.support.patience import PATIENCE
-from tests.support.pool import REPOSITORY
+from tests.support.pool import REPOSITORY, Hang, Pool
 from tests.tools.test_doctor import _facts
 
 FOLDER = Path(__file__).parent
-ENGINES = {"te-context", "te", "te-experts"}  # parts that need Transformer Engine
+ENGINES = {part.name for part in PARTS if part.needs == "engine"}
 
 
-def test_the_parts_are_tests_of_both_devices_and_fit_the_time():
-    for part in PARTS:
-        file, _, function = part.test.partition("::")
-        assert re.search(rf"^def {function}\(ranks, .*figure\):$", (FOLDER / file).read_text(), re.M), part
-        assert part.after in ("", *(before.name for before in PARTS[: PARTS.index(part)]))
-        assert part.limit() <= MOST_SECONDS and part.limit(10_000) == MOST_SECONDS
-        assert part.limit(30) > 2 * part.limit(12), "limits follow from the start of a process"
-    assert sum(part.limit() for part in PARTS) <= 40 * 60
-    named = {part.test.partition("::")[2] for part in PARTS}
-    both = {
-        name
-        for path in FOLDER.glob("test_*.py")
-        for name in re.findall(r"^def (test_\w+)\(ranks", path.read_text(), re.M)
-    }
-    assert both == named, "a test of a device that no part runs, or the other way round"
+def test_the_parts_are_functions_that_take_what_they_are_given():
+    """A part that takes a trial, or is the body of a rank; nothing of this folder that is either is left out."""
+    found = {}
+    for path in FOLDER.glob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith(("_", "test_")):
+                taken = [ast.unparse(argument.annotation) for argument in node.args.args if argument.annotation]
+                if taken in (["Trial"], ["str", "Notes"]) and len(taken) == len(node.args.args):
+                    found[f"{path.stem}{'.' if taken == ['Trial'] else ':'}{node.name}"] = path
+    assert found.keys() == {part.test for part in PARTS}
+    assert len({part.name for part in PARTS}) == len(PARTS)
+    assert all(part.after in ("", *(before.name for before in PARTS[:n])) for n, part in enumerate(PARTS))
+
+
+def test_all_parts_fit_the_time_and_fewer_are_chosen_by_worth():
+    assert predict(PARTS) <= 60 * MINUTES and MINUTES == 12 and IMPORT_SECONDS == 20
+    assert choose(MINUTES) == list(PARTS)
+    for minutes in (1, 3, 5, 8):
+        chosen = choose(minutes)
+        assert chosen and predict(chosen) <= 60 * minutes and set(chosen) < set(PARTS)
+        for number, part in enumerate(PARTS):
+            before = [other for other in chosen if PARTS.index(other) < number]
+            fits = predict([*before, part]) <= 60 * minutes and part.after in ("", *(other.name for other in before))
+            assert (part in chosen) == fits, f"{part.name}, of {minutes} minutes: what is worth more is there first"
+    assert PARTS[0] not in choose(5, [PARTS[0].name]) and len(choose(5, [PARTS[0].name])) >= len(choose(5)) - 1
+    beside = [part._replace(seconds=10, alone=False) for part in PARTS[: 2 * STREAMS]]
+    assert predict(beside, 7) == 7 + 20 and predict([part._replace(alone=True) for part in beside[:3]], 7) == 37
 
 
 def _script(*arguments: str) -> subprocess.CompletedProcess:
@@ -59,7 +71,9 @@ def test_a_dry_run_lists_the_parts_anywhere():
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == listed()
     assert all(part.name in done.stdout and part.shows in done.stdout for part in PARTS)
-    assert re.search(r"^ 1\. attention +1\.\d min", done.stdout) and "minutes in all" in done.stdout
+    assert f"{len(PARTS)} of {len(PARTS)} parts in" in done.stdout
+    few = _script("--dry-run", "--minutes", "3").stdout
+    assert few.splitlines() == listed(3) and "(does not fit)" in few
 
 
 def test_without_a_gpu_it_says_so_in_one_line():
@@ -70,11 +84,11 @@ def test_without_a_gpu_it_says_so_in_one_line():
     assert re.fullmatch(r"gpu_check\.sh: no GPU: .*\n", done.stderr)
 
 
-@pytest.mark.parametrize("given", ["--fast", "no-such-part"])
+@pytest.mark.parametrize("given", ["--fast", "no-such-part", "--minutes=0"])
 def test_what_it_does_not_have_is_refused(given):
     done = _script("--dry-run", given)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.count("\n") == 1 and given in done.stderr
+    assert done.stderr.count("\n") == 1 and given.replace("=", " ") in done.stderr
 
 
 def _machine(gpus: int = 1, torch: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
@@ -106,8 +120,9 @@ def test_where_nothing_can_run_one_line_says_why(facts, words):
     assert reason is not None and re.search(words, reason) and "\n" not in reason
 
 
-def _not_run(facts: dict[str, Any], words: dict[str, str] | None = None) -> dict[str, str]:
-    reasons = {part.name: obstacle(part, facts, words or {}) for part in PARTS}
+def _not_run(facts: dict[str, Any], words: dict[str, str] | None = None, **machine: Any) -> dict[str, str]:
+    on = Machine(**{"gpus": 1, "mps": {"CUDA_MPS_PIPE_DIRECTORY": "there"}} | machine)
+    reasons = {part.name: obstacle(part, facts, words or {}, on) for part in PARTS}
     assert all("\n" not in why for why in reasons.values() if why)
     return {name: why for name, why in reasons.items() if why}
 
@@ -117,9 +132,16 @@ def test_what_is_missing_is_named_and_its_parts_do_not_run():
     broken = _machine(flash_attn={"state": "broken", "error": "undefined symbol: _ZN3c10"}, compiler=None)
     flash, compiler = notes(broken)
     assert "broken (undefined symbol: _ZN3c10)" in flash and "C compiler" in compiler
-    assert _not_run(broken).keys() == {"merges", "split", "cost"} and "gcc" in _not_run(broken)["split"]
-    assert _not_run(_machine(transformer_engine={"state": "missing"})).keys() == ENGINES
+    assert _not_run(broken).keys() == {"merges", "split", "rates-split"} and "gcc" in _not_run(broken)["split"]
+    assert (
+        _not_run(_machine(transformer_engine={"state": "missing"})).keys()
+        == ENGINES
+        == {"te-context", "te", "te-experts"}
+    )
     assert _not_run(_machine(), {"nccl-2": "failed"}).keys() == {"nccl-4", "nccl-large"}
+    quarters = {part.name for part in PARTS if part.name.startswith("quarters")}
+    assert len(quarters) == 3 and _not_run(_machine(), mps={}).keys() == quarters
+    assert _not_run(_machine(), mps={}, gpus=4) == {}, "with as many GPUs as ranks nothing is shared"
 
 
 def test_ranks_share_a_gpu_by_what_their_nccl_can():
@@ -130,8 +152,12 @@ def test_ranks_share_a_gpu_by_what_their_nccl_can():
     assert "NCCL_MULTI_RANK_GPU_ENABLE" not in older
 
 
-def _rank_and_place(more: str) -> tuple[str, str, str]:
-    return os.environ["RANK"], os.environ["LOCAL_RANK"], os.environ[more]
+def _environment_of_a_rank() -> dict[str, str]:
+    return dict(os.environ)
+
+
+def _fail() -> None:
+    raise KeyError(os.environ["RANK"])
 
 
 def _backend() -> str:
@@ -147,24 +173,70 @@ def _backend() -> str:
     return dist.get_backend()
 
 
-def test_ranks_on_gpus_are_processes_that_share_them(monkeypatch):
-    """As far as that goes without one: ranks find each other over gloo, or staged through the host."""
-    from tests.gpu.test_collectives import _talk
+def test_ranks_on_gpus_are_told_how_to_share_them(tmp_path):
+    """As far as that goes without one: ranks find each other staged through the host."""
+    from tests.gpu.collectives import _talk
 
-    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "/nowhere")  # no daemon of our own
-    ranks = OnGpus(1, (2, 28, 9))
+    pool = Pool("cuda")
     try:
-        assert ranks.run(2, _rank_and_place, "NCCL_MAX_CTAS", environment={"NCCL_MAX_CTAS": "2"}) == [
-            ("0", "0", "2"), ("1", "0", "2"),
-        ]  # fmt: skip
-        assert [host for *_, host in ranks.run(2, _rank_and_place, "NCCL_HOSTID")] == ["rank0", "rank1"]
-        monkeypatch.setenv("GPU_CHECK_STAGED", "1")
-        assert ranks.run(2, _backend) == ["hostgroup"] * 2
-        assert len(ranks.run(2, _talk, "cpu")[1]) == 8
+        of = Trial(pool, Machine(1, (2, 28, 9), {"CUDA_MPS_PIPE_DIRECTORY": "pipe"}), Notes("part"), tmp_path)
+        for number, told in enumerate(of.run(2, _environment_of_a_rank, environment={"NCCL_MAX_CTAS": "2"})):
+            wanted = {"RANK": f"{number}", "LOCAL_RANK": "0", "NCCL_HOSTID": f"rank{number}", "NCCL_MAX_CTAS": "2"}
+            wanted |= {"CUDA_MPS_PIPE_DIRECTORY": "pipe", **FP32}
+            assert told.items() >= wanted.items()
+        (told,) = of.run(1, _environment_of_a_rank, environment=TF32)
+        assert not told.keys() & {*FP32, "NCCL_HOSTID", "CUDA_MPS_PIPE_DIRECTORY"}
+        staged = Trial(pool, Machine(1, (2, 28, 9), staged=True), Notes("part"), tmp_path)
+        assert staged.run(2, _backend) == ["hostgroup"] * 2
+        assert len(staged.run(2, _talk, "cpu")[1]) == 8
         with pytest.raises(KeyError):
-            ranks.run(2, _rank_and_place, "NOT_SET")
+            of.run(2, _fail)
     finally:
-        ranks.stop()
+        pool.stop()
+
+
+class _Busy:
+    """A pool whose first runs end with an error."""
+
+    def __init__(self, *errors: Exception) -> None:
+        self.errors = list(errors)
+
+    def run(self, *args: Any, **kwargs: Any) -> list[str]:
+        if self.errors:
+            raise self.errors.pop(0)
+        return ["done"]
+
+
+def test_a_gpu_that_is_busy_is_asked_again(tmp_path, monkeypatch):
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    busy = RuntimeError("rank 0 of 4: SystemExit: 1")
+    busy.add_note("CUDA error: CUDA-capable device(s) is/are busy or unavailable")
+    results = tmp_path / "results.jsonl"
+
+    def trial_with(*errors: Exception) -> Trial:
+        return Trial(_Busy(*errors), Machine(1), Notes("quarters", results), tmp_path)
+
+    assert trial_with(busy, busy).run(1, _backend) == ["done"] and slept == [2, 5]
+    assert "busy or unavailable; once more after 5 s" in details(results)[1]
+    with pytest.raises(RuntimeError, match="SystemExit"):
+        trial_with(busy, busy, busy, busy).run(1, _backend)
+    with pytest.raises(RuntimeError, match="another"):
+        trial_with(RuntimeError("another")).run(1, _backend)
+
+
+def test_a_part_that_is_cut_says_how_far_it_was(tmp_path):
+    """And keeps its figures."""
+    hang = Hang("ranks [0] did not end\n iteration        2/       4 | lm loss\n iteration        3/       4 | lm loss")
+    results = tmp_path / "results.jsonl"
+    of = Trial(_Busy(hang), Machine(1), Notes("experts", results), tmp_path, 3600)
+    with pytest.raises(Cut, match=r"^a run did not end within 120 s, in run 1, fp32, shared, iteration 3 of 4 done$"):
+        of.run(2, _backend, what="fp32, shared")
+    with pytest.raises(Cut, match=r"^cut after 0 s, in run 1, bf16$"):
+        Trial(_Busy(), Machine(1), Notes("experts", results), tmp_path, 0).run(2, _backend, what="bf16")
+    of.figure("losses within 1e-7")
+    (verdict,) = (verdict for verdict in read_results(results) if verdict.part.name == "experts")
+    assert "losses within 1e-7" in verdict.said
 
 
 DAEMON = """#!{bash}
@@ -208,69 +280,6 @@ def test_without_a_daemon_kernels_take_turns(tmp_path, monkeypatch):
         assert environment == {}
 
 
-@pytest.mark.exhaustive
-def test_a_part_is_run_timed_and_keeps_its_figures(tmp_path):
-    part = Part("two talk", "test_collectives.py::test_two_ranks_talk", 60, 1, 2, "")
-    assert run_part(part, tmp_path, {}, PATIENCE, "cpu") is None
-    assert read_report(tmp_path / "two talk.xml") == ("passed", ""), (tmp_path / "two talk.log").read_text()
-    figures = [json.loads(line)["figure"] for line in (tmp_path / "results.jsonl").read_text().splitlines()]
-    assert len(figures) == 1 and figures[0].startswith("slowest: ")
-    over = run_part(part, tmp_path, {}, 1, "cpu")
-    assert over is not None and over.startswith("it did not end within 1 s")
-
-
-@pytest.mark.parametrize("when", ["starts", "runs"])
-def test_a_part_ends_with_a_runner_that_is_killed(tmp_path, when):
-    """Else it would hold the GPU beside the next one. It does not end by itself."""
-    test, begun = tmp_path / "test_endless.py", tmp_path / "begun"
-    (tmp_path / "conftest.py").write_text(
-        "pytest_addoption = lambda parser: parser.addoption('--exhaustive', action='store_true')"
-    )
-    test.write_text(f"""if True:
-        import pathlib, time
-        import pytest
-
-        @pytest.mark.parametrize("device", ["cpu"])
-        def test_endless(device):
-            pathlib.Path({str(begun)!r}).touch()
-            time.sleep(3600)
-    """)
-    code = f"""if True:
-        from pathlib import Path
-        from tests.gpu.__main__ import Part, run_part
-        part = Part("endless", "{test}::test_endless", 60, 1, 2, "")
-        run_part(part, Path({str(tmp_path)!r}), {{}}, 3600, "cpu")
-    """
-    with subprocess.Popen([sys.executable, "-c", code], cwd=REPOSITORY) as runner:
-        children = Path(f"/proc/{runner.pid}/task/{runner.pid}/children")
-        deadline = time.monotonic() + PATIENCE
-        while not (started := children.read_text().split()) or (when == "runs" and not begun.exists()):
-            assert runner.poll() is None and time.monotonic() < deadline
-            time.sleep(0.01)
-        began = start_time(started[0])
-        runner.kill()
-    while is_alive(started[0], began):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    assert not (tmp_path / "endless.xml").exists()
-
-
-@pytest.mark.parametrize(
-    ("inside", "expected"),
-    [
-        ("", ("passed", "")),
-        ('<failure message="assert 1\n == | 2"/>', ("failed", "assert 1 == / 2")),
-        ('<error message="no room"/>', ("failed", "no room")),
-        ('<skipped message="not installed"/>', ("not run", "not installed")),
-        ("</testcase><testcase>", ("failed", "pytest reported 2 tests instead of one")),
-    ],
-)
-def test_what_pytest_reports_becomes_a_verdict(tmp_path, inside, expected):
-    report = tmp_path / "report.xml"
-    report.write_text(f"<testsuites><testsuite><testcase>{inside}</testcase></testsuite></testsuites>")
-    assert read_report(report) == expected
-
-
 def test_results_are_kept_as_they_come(tmp_path):
     """A part that was killed has its figures; one that ran twice has those of the last time."""
     results = tmp_path / "results.jsonl"
@@ -282,12 +291,15 @@ def test_results_are_kept_as_they_come(tmp_path):
     note(results, first.name, figure="3e-3")
     note(results, first.name, word="passed", said="", seconds=12.3)
     note(results, second.name, began="today")
+    note(results, second.name, at="run 3, chunks")
     note(results, second.name, figure="5 of 9")
+    note(results, second.name, detail="losses 5.1 5.0")
     results.open("a").write('{"part": "cut o')
     verdicts = read_results(results)
     assert [verdict.part for verdict in verdicts] == list(PARTS)
     assert verdicts[0] == Verdict(first, "passed", 12.3, "2e-3; 3e-3")
-    assert verdicts[1] == Verdict(second, "stopped", 0.0, "it was stopped before it ended; 5 of 9")
+    assert verdicts[1] == Verdict(second, "stopped", 0.0, "it was stopped in run 3, chunks; 5 of 9")
+    assert details(results) == [f"- {second.name}: losses 5.1 5.0"]
     assert verdicts[2] == Verdict(third, "not run", 0.0, "")
     assert f"| {first.name} | {first.shows} | passed | 12 | 2e-3; 3e-3 |" in table(verdicts)
 
@@ -303,49 +315,99 @@ def test_a_title_reads_like_success_only_where_every_part_passed():
         assert worse.startswith(f"Acceptance failed on 1 x H200: 1 of {len(PARTS)} parts passed; ")
 
 
+class _NoPool:
+    """Of a runner whose parts are made up."""
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def branch(self) -> "_NoPool":
+        return _NoPool()
+
+
 @pytest.fixture
 def runner(tmp_path, monkeypatch):
-    """The runner on a machine with one GPU; parts pass, fail or are killed as `fates` says: (call, fates, ran)."""
+    """The runner on a machine with one GPU; parts pass, fail, are cut or killed as `fates` says: (call, fates, ran)."""
     page = tmp_path / "docs" / "support.md"
     page.parent.mkdir()
     shutil.copy(REPOSITORY / "docs" / "support.md", page)
     monkeypatch.setattr(acceptance, "REPOSITORY", tmp_path)
-    monkeypatch.setattr(acceptance, "_START", "pass")
+    monkeypatch.setattr(acceptance, "_imported", lambda out, rehearse: contextlib.nullcontext(_NoPool()))
+    monkeypatch.setattr(mps, "private_mps", lambda: contextlib.nullcontext({"CUDA_MPS_PIPE_DIRECTORY": "there"}))
     monkeypatch.setattr("tests.gpu.machine.look", lambda: _machine(transformer_engine={"state": "missing"}))
     monkeypatch.setenv("PATH", str(tmp_path / "no git"))
     fates: dict[str, str] = {}
     ran: list[tuple[str, bool]] = []
 
-    def part_runs(part: Part, out: Path, environment: dict[str, str], limit: float) -> str | None:
-        ran.append((part.name, "GPU_CHECK_STAGED" in environment))
-        note(out / "results.jsonl", part.name, figure=f"figure of {part.name}")
-        fate = fates.get(part.name, "")
-        if fate == "killed":
+    def part_runs(
+        part: Part, pool: Any, on: Machine, told: Notes, seconds: float, staged: bool
+    ) -> tuple[str, str, int]:
+        ran.append((part.name, staged))
+        told.figure(f"figure of {part.name}")
+        fate = fates.pop(part.name, "")
+        if fate == "is killed":
             raise KeyboardInterrupt
-        inside = '<failure message="wrong"/>' if fate == "fails" else ""
-        (out / f"{part.name}.xml").write_text(f"<a><testcase>{inside}</testcase></a>")
-        return None
+        return {"fails": ("failed", "wrong", 1), "is cut": ("stopped", "cut after 9 s", 2)}.get(fate, ("passed", "", 1))
 
     monkeypatch.setattr(acceptance, "run_part", part_runs)
     return lambda *argv: acceptance.main([*argv, "--out", str(tmp_path / "out")]), fates, ran
 
 
-def test_it_goes_on_with_the_next_part(runner, tmp_path):
+def test_it_goes_on_with_what_has_not_run(runner, tmp_path):
     call, fates, ran = runner
-    fates["split"] = "killed"
+    fates["cost"] = "is killed"  # after the streams, alone
     with pytest.raises(KeyboardInterrupt):
         call()
-    assert [name for name, _ in ran] == [part.name for part in PARTS[:3]]
+    beside = {part.name for part in PARTS if not part.alone} - ENGINES
+    assert {name for name, _ in ran} == beside | {"quarters", "cost"} and ran[0] == ("nccl-2", False)
     assert call() == 1, "one was stopped"
-    assert [name for name, _ in ran] == [part.name for part in PARTS if part.name not in ENGINES]
+    assert {name for name, _ in ran} == {part.name for part in PARTS} - ENGINES and len(ran) == len(PARTS) - len(
+        ENGINES
+    )
     text = (tmp_path / "docs/support.md").read_text()
-    assert "| stopped | 0 | it was stopped before it ended; figure of split |" in text
+    assert "| stopped | 0 | it was stopped before it ended; figure of cost |" in text
     assert "Transformer Engine is missing" in text and "commit unknown" in text
     assert text.endswith((REPOSITORY / "docs/support.md").read_text()[-100:])
-    fates.clear()
-    assert call("split") == 0, "the part that was named passed"
+    assert call("cost") == 0, "the part that was named passed"
     assert call() == 3, "three parts cannot run here"
     assert "# Acceptance is incomplete on 1 x NVIDIA H200: " in (tmp_path / "out/acceptance.md").read_text()
+
+
+def test_what_fails_beside_others_runs_once_more_alone(runner, tmp_path):
+    """Others on the same GPU may have been the reason. What fails alone, or was cut, does not."""
+    call, fates, ran = runner
+    fates |= {"experts": "fails", "cost": "fails", "layers": "is cut"}
+    assert call() == 1
+    names = [name for name, _ in ran]
+    assert names.count("experts") == 2 and names[-1] == "experts"
+    assert names.count("cost") == names.count("layers") == 1
+    verdicts = {verdict.part.name: verdict for verdict in read_results(tmp_path / "out/results.jsonl")}
+    assert verdicts["experts"].word == "passed" and "failed beside others: wrong" in verdicts["experts"].said
+    assert verdicts["layers"].said == "cut after 9 s; figure of layers"
+
+
+def test_costs_run_alone_and_the_rest_side_by_side(runner, monkeypatch):
+    call, _, _ = runner
+    running, most, lock = set(), {True: 0, False: 0}, threading.Lock()
+    meet = threading.Barrier(STREAMS, timeout=PATIENCE)
+    together = {
+        part.name for part in [part for part in PARTS if not part.alone and part.name not in ENGINES][1:][:STREAMS]
+    }
+
+    def part_runs(part: Part, *unused: Any) -> tuple[str, str, int]:
+        with lock:
+            running.add(part.name)
+            most[part.alone] = max(most[part.alone], len(running))
+        if part.name in together:
+            meet.wait()  # or the streams do not run at the same time
+        with lock:
+            running.remove(part.name)
+        return "passed", "", 1
+
+    monkeypatch.setattr(acceptance, "run_part", part_runs)
+    assert call() == 3
+    assert most == {True: 1, False: STREAMS}
 
 
 def test_its_own_table_makes_no_other_commit(tmp_path, monkeypatch):
@@ -357,11 +419,11 @@ def test_its_own_table_makes_no_other_commit(tmp_path, monkeypatch):
     who = "-c user.name=a -c user.email=a".split()
     for words in (["init", "-q"], ["add", "."], [*who, "commit", "-qm", "first"]):
         subprocess.run(["git", *words], cwd=tmp_path, check=True)
-    about = acceptance._about(_machine())
+    about = acceptance._about(_machine(), False)
     (tmp_path / "docs/support.md").write_text("a table\n")
-    assert acceptance._about(_machine()) == about
+    assert acceptance._about(_machine(), False) == about
     (tmp_path / "code.py").write_text("other code\n")
-    assert acceptance._about(_machine()) == [*about[:-1], f"{about[-1]}-dirty"]
+    assert acceptance._about(_machine(), False) == [*about[:-1], f"{about[-1]}-dirty"]
 
 
 def test_where_nccl_does_not_talk_tensors_go_through_the_host(runner, tmp_path):

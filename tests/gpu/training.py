@@ -1,7 +1,8 @@
 """Runs of training programs for the parts that train: the same command lines on the CPU device and on GPUs.
 
 On a GPU the model is large enough to keep the device busy; on the CPU it is as small as it can be. What flags do not
-ask for, a test orders: that layers move at given iterations, that streams are late.
+ask for, a part orders: that layers move at given iterations, that streams are late. Weights are drawn by their names,
+so that they depend neither on the device nor on the layout, and no run waits for another one's checkpoint.
 """
 
 import contextlib
@@ -10,18 +11,22 @@ import gc
 import hashlib
 import itertools
 import os
+import re
 import runpy
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tests.support.program import script
 
-__all__ = ["Orders", "Told", "base", "difference", "local_device", "precisions", "pretrain_rank", "run"]
+__all__ = ["Comparison", "Orders", "Told", "base", "difference", "local_device", "precisions", "pretrain_rank", "run"]
 
 PP2 = "--pipeline-model-parallel-size 2"
 _OWN_LAYERS = "--transformer-impl local --no-persist-layer-norm --no-rope-fusion --disable-jit-fuser"
@@ -46,10 +51,13 @@ EXPERTS = (
 TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2, "fp8": 2e-2}
 
 
-def base(device: str, precision: str = "fp32", data: str = MOCK_DATA, layers: str = _OWN_LAYERS) -> list[str]:
-    """The flags that all runs on a device share. layers: flags that choose whose layers run."""
+def base(
+    device: str, precision: str = "fp32", data: str = MOCK_DATA, layers: str = _OWN_LAYERS, shape: str = ""
+) -> list[str]:
+    """The flags that all runs on a device share. layers: flags that choose whose layers run. shape: the device whose
+    model it is, by default this one."""
     patience = f"--distributed-timeout-minutes {5 if device == 'cpu' else 1}"
-    flags = f"--device {device} {_SHAPES[device]} {_STEPS} {patience} {layers} {data}"
+    flags = f"--device {device} {_SHAPES[shape or device]} {_STEPS} {patience} {layers} {data}"
     return [*flags.split(), *(["--bf16"] if precision == "bf16" else [])]
 
 
@@ -75,15 +83,19 @@ class Orders:
     moves: layers of each stage from an iteration on.
     late: which streams are late, "side" or "main"; empty for none.
     memory: measure the memory of each move.
-    record: the folder in which each rank notes what it receives.
-    played: the folder of such a recording. The rank runs alone then, and receives what is noted.
+    routes: note which experts each token is sent to.
+    skew: load of the busiest expert-parallel rank over the mean that routing is forced to; 0 leaves it.
+    clock: only take the time of iterations.
+    drawn: whether weights are drawn by their names.
     """
 
     moves: Mapping[int, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     late: str = ""
     memory: bool = False
-    record: Path | None = None
-    played: Path | None = None
+    routes: bool = False
+    skew: float = 0.0
+    clock: bool = False
+    drawn: bool = True
 
 
 @dataclass
@@ -97,7 +109,10 @@ class Told:
         bytes that torch's allocator held at most.
     late: how often streams were made late.
     waits: places at which the host waited for the device in the last iteration, as "file:line".
-    seconds: of the last iteration. peak: bytes of the device at most. launches: kernels of the iteration before it.
+    seconds: of each iteration. peak: bytes of the device at most. launches: kernels of the third iteration.
+    routes: of each layer by its number, the experts of its tokens as packed bits, one entry a micro-batch.
+    rounding: whose products of fp32 are rounded to TF32 here.
+    layers: of each stage at the end, where layers may move.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -106,9 +121,12 @@ class Told:
     moves: list[tuple[int, int, int, int, float, int]] = field(default_factory=list)
     late: int = 0
     waits: list[str] = field(default_factory=list)
-    seconds: float = 0.0
+    seconds: list[float] = field(default_factory=list)
     peak: int = 0
     launches: int = 0
+    routes: dict[int, list[bytes]] = field(default_factory=dict)
+    rounding: tuple[str, ...] = ()
+    layers: tuple[int, ...] = ()
 
 
 def pretrain_rank(argv: list[str], orders: Orders) -> Told:
@@ -116,7 +134,6 @@ def pretrain_rank(argv: list[str], orders: Orders) -> Told:
     from megatron.balanced.trainer import arguments
 
     told, models = Told(), []
-    tape = _begin_tape(orders)
     parse = arguments.parse_arguments
 
     def parse_arguments(*args: Any, **kwargs: Any) -> Any:
@@ -136,33 +153,26 @@ def pretrain_rank(argv: list[str], orders: Orders) -> Told:
     if not told.left:
         parameters = [pair for chunk in models[-1] for pair in chunk.named_parameters()]
         told.weights = {name: _digest(parameter) for name, parameter in parameters}
-    if orders.record:
-        tape.write(orders.record / f"{os.environ['RANK']}.tape")
+    told.rounding = _rounding()
     return told
 
 
-def replay_rank(argv: list[str], orders: Orders, rank: int, ranks: int) -> Told:
-    """The body of one rank of `ranks` that runs alone, by a recording: there is no other to agree with at the start,
-    nor a first rank that would name it."""
-    from megatron.balanced.trainer import arguments, rendezvous
+def _rounding() -> tuple[str, ...]:
+    """Whose products of fp32 are rounded to TF32, which has ten bits, on this device."""
+    import torch
 
-    rendezvous._start[:] = ["alone"]
-    join = arguments.join_job
-    arguments.join_job = lambda **unused: join(alone=True)
-    arguments.check_agreement = lambda *unused: None
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "LOCAL_RANK": "0"}
-    return pretrain_rank(argv, orders)
+    from megatron.balanced.cpu.device import is_cpu
 
+    if is_cpu():
+        return ()
+    from megatron.core.extensions import transformer_engine as engine
 
-def _begin_tape(orders: Orders) -> Any:
-    from tests.gpu.host_group import Tape, use_host_groups
-
-    if orders.record or orders.played:
-        played = orders.played and Tape.read(orders.played / f"{os.environ['RANK']}.tape")
-        tape = played or Tape()
-        use_host_groups(tape, record=orders.record is not None)
-        return tape
-    return None
+    exact, one = torch.full((64, 64), 1 + 2**-12, device="cuda"), torch.eye(64, device="cuda")
+    products = {"torch": exact @ one}
+    if getattr(engine, "te_general_gemm", None) is not None:
+        found = engine.te_general_gemm(exact, one, out_dtype=torch.float32, layout="TN")
+        products["Transformer Engine"] = found[0] if isinstance(found, (tuple, list)) else found
+    return tuple(name for name, product in products.items() if not bool((product == exact).all()))
 
 
 def _digest(parameter: Any) -> str:
@@ -185,10 +195,13 @@ def _install(orders: Orders, told: Told, models: list[Any]) -> None:
     def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
         built = build(*args, **kwargs)
         models.append(built[0])
+        if orders.drawn:
+            draw_weights(built[0])
+            built[1].reload_model_params()
         return built
 
     def train_step(*args: Any, **kwargs: Any) -> Any:
-        with _measured(told, next(steps)):
+        with _measured(told, next(steps), orders.clock):
             result = step(*args, **kwargs)
         if "lm loss" in result[0]:
             told.losses.append(float(result[0]["lm loss"]))
@@ -202,19 +215,55 @@ def _install(orders: Orders, told: Told, models: list[Any]) -> None:
         make_late(orders.late, told)
     if orders.memory:
         _measure_moves(told)
+    if orders.routes or orders.skew:
+        from tests.gpu.routes import watch_routes
+
+        watch_routes(told.routes if orders.routes else None, orders.skew)
+
+
+def draw_weights(chunks: Any) -> None:
+    """Draw all matrices of a model by their names; what else it has starts alike everywhere."""
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.utils import unwrap_model
+
+    rank = parallel_state.get_expert_model_parallel_rank()
+    for chunk in unwrap_model(chunks):
+        for name, parameter in chunk.named_parameters():
+            if parameter.dim() < 2:
+                continue
+            if name.startswith("decoder.layers."):
+                _, _, place, rest = name.split(".", 3)
+                name = f"{chunk.decoder.layers[int(place)].layer_number}.{rest}"
+            if (expert := re.search(r"local_experts\.(\d+)|experts\..*\.weight(\d+)$", name)) is not None:
+                here = int(expert[1] or expert[2])
+                own = chunk.config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
+                if here >= own:  # a slot of a replica, which gets its weights from its expert
+                    continue
+                layer, _, rest = name.partition(".")
+                rest = re.sub(r"(local_experts\.|weight)\d+", r"\1", rest)
+                name = f"{layer}.{rest} of expert {rank * own + here}"
+            if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
+                name = "embedding.word_embeddings.weight"
+            scale = 0.035 if "linear_proj" in name or "linear_fc2" in name else 0.1
+            drawn = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(parameter.shape, np.float32)
+            with torch.no_grad():
+                parameter.copy_(torch.from_numpy(drawn * np.float32(scale)))
 
 
 @contextlib.contextmanager
-def _measured(told: Told, number: int) -> Iterator[None]:
+def _measured(told: Told, number: int, only_time: bool) -> Iterator[None]:
     """Measure an iteration: kernels of the third, time, waits of the host and memory of all others."""
     import torch
 
     from megatron.balanced.cpu.device import is_cpu
 
-    if is_cpu():
+    if is_cpu() or only_time:
+        torch.cuda.synchronize()
         begin = time.perf_counter()
         yield
-        told.seconds = time.perf_counter() - begin
+        torch.cuda.synchronize()
+        told.seconds.append(time.perf_counter() - begin)
         return
     torch.cuda.synchronize()
     if number == 3:
@@ -232,7 +281,7 @@ def _measured(told: Told, number: int) -> Iterator[None]:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
-    told.seconds = time.perf_counter() - begin
+    told.seconds.append(time.perf_counter() - begin)
     told.peak = torch.cuda.max_memory_allocated()
     told.waits = [f"{w.filename}:{w.lineno}" for w in caught if "synchronizing CUDA operation" in str(w.message)]
 
@@ -297,10 +346,10 @@ def _kept_peak() -> Iterator[list[tuple[int, int]]]:
         note()
 
 
-def run(ranks: Any, count: int, argv: list[str], orders: Orders = Orders(), **options: Any) -> list[Told]:
+def run(trial: Any, count: int, argv: list[str], orders: Orders = Orders(), **options: Any) -> list[Told]:
     """Train on `count` ranks. A failure names the command line."""
     try:
-        return ranks.run(count, pretrain_rank, argv, orders, **options)
+        return trial.run(count, pretrain_rank, argv, orders, **options)
     except Exception as error:
         error.add_note(f"pretrain_gpt.py {' '.join(argv)}")
         raise
@@ -313,11 +362,76 @@ def losses(told: list[Told]) -> list[float]:
     return seen[0]
 
 
+def apart(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
+    """The relative difference of each loss."""
+    assert all(loss > 0 for loss in theirs)
+    return [abs(one - other) / other for one, other in zip(ours, theirs, strict=True)]
+
+
 def difference(told: list[Told], reference: list[Told]) -> float:
     """The largest relative difference of a loss."""
-    pairs = list(zip(losses(told), losses(reference), strict=True))
-    assert all(theirs > 0 for _, theirs in pairs)
-    return max(abs(ours - theirs) / theirs for ours, theirs in pairs)
+    return max(apart(losses(told), losses(reference)))
+
+
+class Comparison:
+    """Losses of runs beside those of a reference, iteration by iteration, and the reference's own noise.
+
+    reference, again: the same run twice. recorded: the losses of a CPU, if there are any.
+    """
+
+    def __init__(
+        self,
+        trial: Any,
+        precision: str,
+        reference: list[Told],
+        again: list[Told],
+        recorded: Sequence[float] = (),
+        bound: bool = True,
+    ) -> None:
+        self._trial, self._precision, self._reference, self._bound = trial, precision, losses(reference), bound
+        self._largest = (0.0, "")
+        noise = apart(losses(again), self._reference)
+        self._noise = f"the reference once more {_numbers(noise)}"
+        self._figure = f"noise {max(noise):.1e}"
+        if recorded:
+            of_cpu = apart(self._reference, recorded)
+            trial.detail(
+                f"{precision}, the reference {_losses(self._reference)}; a CPU's {_losses(recorded)}, "
+                f"apart {_numbers(of_cpu)}"
+            )
+            self._figure += f", a CPU's within {max(of_cpu):.1e}"
+            assert not bound or max(of_cpu) <= TOLERANCE[precision], (
+                f"{precision}: {max(of_cpu):.1e} from a CPU's losses"
+            )
+        rounding = {name for rank in reference for name in rank.rounding}
+        assert not (bound and precision == "fp32" and rounding), f"{rounding} multiplies in TF32 where fp32 is meant"
+
+    def check(self, what: str, told: list[Told]) -> None:
+        """Compare a run, whose losses must be within the tolerance unless nothing is bound."""
+        found = apart(losses(told), self._reference)
+        self._trial.detail(
+            f"{self._precision}, {what}: losses {_losses(losses(told))}, the reference's {_losses(self._reference)}, "
+            f"apart {_numbers(found)}, {self._noise}"
+        )
+        self._largest = max(self._largest, (max(found), what))
+        within = max(found) <= TOLERANCE.get(self._precision, 0.0)
+        assert within or not self._bound, (
+            f"{what}, {self._precision}: a loss differs by {max(found):.1e} of the reference, {_numbers(found)} by "
+            f"iteration; {self._noise}"
+        )
+
+    def figure(self) -> None:
+        """Tell the largest difference."""
+        largest, what = self._largest
+        self._trial.figure(f"{self._precision}: losses within {largest:.1e} ({what}), {self._figure}")
+
+
+def _losses(losses: Sequence[float]) -> str:
+    return " ".join(f"{loss:.6f}" for loss in losses)
+
+
+def _numbers(numbers: Sequence[float]) -> str:
+    return " ".join(f"{number:.1e}" if number else "0" for number in numbers)
 
 
 def replicated(folder: Path) -> int:

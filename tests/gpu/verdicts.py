@@ -1,19 +1,17 @@
 """What came of the parts: noted line by line while they run, shown as a table, written where people look.
 
-A file of JSON lines holds what is known: that a part began, each figure as soon as it is measured, and its verdict. A
-part that was killed keeps its figures, and the next start knows which parts have run.
-"""
+A file of JSON lines holds what is known: that a part began, what it does, each figure as soon as it is measured, and
+its verdict. A part that was killed keeps its figures, and the next start knows which parts have run."""
 
 import json
 import re
-import xml.etree.ElementTree as ElementTree
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tests.gpu.parts import PARTS, Part
 
-__all__ = ["Verdict", "note", "read_report", "read_results", "table", "title", "write_section"]
+__all__ = ["Verdict", "details", "note", "read_results", "table", "title", "write_section"]
 
 BEGIN, END = "<!-- gpu_check.sh writes what follows -->", "<!-- gpu_check.sh wrote what precedes -->"
 
@@ -35,45 +33,49 @@ def note(results: Path, part: str, **what: Any) -> None:
         file.write(json.dumps({"part": part, **what}) + "\n")
 
 
-def read_results(results: Path) -> list[Verdict]:
-    """The verdict of each part, in order, by its last start."""
-    found: dict[str, dict[str, Any]] = {}
-    figures: dict[str, list[str]] = {}
+def _lines(results: Path) -> list[dict[str, Any]]:
+    """What is known of each part since its last start."""
+    lines: dict[str, list[dict[str, Any]]] = {}
     for line in results.read_text().splitlines() if results.exists() else ():
         try:
             said = json.loads(line)
         except ValueError:  # cut off
             continue
-        if "figure" in said:
-            figures.setdefault(said["part"], []).append(said["figure"])
-            continue
-        if "word" not in said:
-            figures[said["part"]] = []
-        found[said["part"]] = {"word": "stopped", "seconds": 0.0, "said": "it was stopped before it ended"} | said
+        if "began" in said:
+            lines[said["part"]] = []
+        lines.setdefault(said["part"], []).append(said)
+    return [said for of_part in lines.values() for said in of_part]
+
+
+def read_results(results: Path) -> list[Verdict]:
+    """The verdict of each part, in order, by its last start."""
+    known: dict[str, list[dict[str, Any]]] = {part.name: [] for part in PARTS}
+    for said in _lines(results):
+        known.get(said["part"], []).append(said)
     verdicts = []
     for part in PARTS:
-        said = found.get(part.name, {"word": "not run", "seconds": 0.0, "said": ""})
-        text = "; ".join(filter(None, [said["said"], *figures.get(part.name, ())]))
-        verdicts.append(Verdict(part, said["word"], said["seconds"], _one_line(text)))
+        found: dict[str, Any] = {"word": "not run", "seconds": 0.0, "said": ""}
+        for said in known[part.name]:
+            if "began" in said:
+                found = {"word": "stopped", "seconds": 0.0, "said": "it was stopped before it ended"}
+            elif "at" in said:
+                found["said"] = f"it was stopped in {said['at']}"
+            elif "word" in said:
+                found = {"seconds": 0.0} | said
+        figures = [said["figure"] for said in known[part.name] if "figure" in said]
+        text = one_line("; ".join(filter(None, [found["said"], *figures])), 600)
+        verdicts.append(Verdict(part, found["word"], found["seconds"], text))
     return verdicts
 
 
-def read_report(report: Path) -> tuple[str, str]:
-    """Word and reason by a report in JUnit's format of a part's only test."""
-    try:
-        cases = ElementTree.parse(report).getroot().findall(".//testcase")
-    except (OSError, ElementTree.ParseError):
-        cases = []
-    if len(cases) != 1:
-        return "failed", f"pytest reported {len(cases)} tests instead of one"
-    for kind, word in (("failure", "failed"), ("error", "failed"), ("skipped", "not run")):
-        if (found := cases[0].find(kind)) is not None:
-            return word, _one_line(found.get("message", ""))
-    return "passed", ""
+def details(results: Path) -> list[str]:
+    """What parts said for the page behind the table, a line each, by part."""
+    return [f"- {said['part']}: {one_line(said['detail'], 2000)}" for said in _lines(results) if "detail" in said]
 
 
-def _one_line(text: str) -> str:
-    return re.sub(r"\s+", " ", text).strip().replace("|", "/")[:600]
+def one_line(text: str, most: int) -> str:
+    """For a table's cell."""
+    return re.sub(r"\s+", " ", text).strip().replace("|", "/")[:most]
 
 
 def table(verdicts: list[Verdict]) -> str:

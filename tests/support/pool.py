@@ -72,8 +72,10 @@ class Pool:
         self.output: list[str] = []  # what each rank of the last job printed
 
     def branch(self) -> "Pool":
-        """A pool whose server is a fork of this one's: both run jobs at the same time, for one import. Any thread may use
-        it, but not start this one: Linux kills the server with the thread that started it."""
+        """A pool whose server is a fork of this one's: both run jobs at the same time, for one import.
+
+        Any thread may use it. This one starts here, since Linux kills a server with the thread that started it.
+        """
         self.start()
         branch = Pool(self._device)
         branch._root = self
@@ -175,12 +177,18 @@ class Pool:
 
     def start(self) -> "_Server":
         """Start the server unless it runs, and wait until it has imported everything."""
+        server = self.launch()
+        if not server.pid:
+            server.pid = pickle.load(server.answers)
+        return server
+
+    def launch(self) -> "_Server":
+        """Start the server unless it runs, which then imports while this process does something else."""
         if self._server is None:
-            self._server = self._launch() if self._root is None else self._root._fork()
-            self._server.pid = pickle.load(self._server.answers)
+            self._server = self._spawn() if self._root is None else self._root._fork()
         return self._server
 
-    def _launch(self) -> "_Server":
+    def _spawn(self) -> "_Server":
         code = f"from tests.support import pool_server; pool_server.main({os.getpid()})"
         process = subprocess.Popen(
             [sys.executable, "-c", code, self._device, *([self._before] if self._before else [])],

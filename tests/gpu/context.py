@@ -10,9 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import pytest
-
-from tests.gpu.ranks import OnCpu
+from tests.gpu.trial import Trial
 
 RANKS = 4
 # (lengths of documents, query heads, key-value heads, size of a head)
@@ -105,6 +103,7 @@ def _transformer_engines(
     """Tokens of this rank, and attention of them, by Transformer Engine's DotProductAttention."""
     import torch
     import torch.distributed as dist
+    import transformer_engine  # noqa: F401  (loads the library that the next one is linked against)
     import transformer_engine_torch as tex
     from transformer_engine.pytorch import DotProductAttention
 
@@ -137,14 +136,9 @@ def _attend_on_cpu() -> tuple[dict[str, tuple[float, float]], dict[str, str]]:
     return _attend("cpu")
 
 
-def test_context_parallelism_on_a_device(ranks, device, request, figure):
-    if device == "cpu":
-        by_rank = OnCpu(request.getfixturevalue("engine")).run(RANKS, _attend_on_cpu)
-    else:
-        pytest.importorskip(
-            "transformer_engine.pytorch", reason="Transformer Engine is not installed", exc_type=ImportError
-        )
-        by_rank = ranks.run(RANKS, _attend, device)
+def beside_transformer_engine(trial: Trial) -> None:
+    device = trial.device
+    by_rank = trial.run(RANKS, *((_attend_on_cpu,) if device == "cpu" else (_attend, device)))
     _, refused = by_rank[0]
     ways = {way: [found[way] for found, _ in by_rank] for way in by_rank[0][0]}
     assert {"plan", "p2p"} <= ways.keys() and (device == "cuda" or not refused), refused
@@ -154,6 +148,6 @@ def test_context_parallelism_on_a_device(ranks, device, request, figure):
         assert worst <= TOLERANCE, f"{way}: {worst:.1e} from one rank with all documents"
         name = "our plan" if way == "plan" else f"Transformer Engine's {way}"
         times = slowest["plan"] and f"{slowest[way]:.2f} ms, {slowest[way] / slowest['plan']:.2f} of our plan, "
-        figure(f"{name}: {times or ''}within {worst:.1e}")
+        trial.figure(f"{name}: {times or ''}within {worst:.1e}")
     for way, why in refused.items():
-        figure(f"Transformer Engine's {way} does not apply: {why[:120]}")
+        trial.figure(f"Transformer Engine's {way} does not apply: {why[:120]}")

@@ -4,6 +4,7 @@ communicators at work at once."""
 import time
 from typing import Any
 
+from tests.gpu.trial import Trial
 from tests.support.patience import PATIENCE
 
 SECONDS = 40.0  # that NCCL waits for a rank
@@ -99,20 +100,20 @@ def _talk(device: str) -> dict[str, float]:
     return took
 
 
-def _check(ranks: Any, count: int, figure: Any) -> None:
-    took = ranks.run(count, _talk, ranks.device)
+def _check(trial: Trial, count: int) -> None:
+    took = trial.run(count, _talk, trial.device)
     host = max(rank.pop(STARTED) for rank in took)
     name, slowest = max(((name, ms) for rank in took for name, ms in rank.items()), key=lambda pair: pair[1])
     assert all(len(rank) == 7 for rank in took)
-    figure(f"slowest: {name}, {slowest:.2g} ms; the host starts a send and a receive in {1e3 * host:.0f} us")
+    trial.figure(f"slowest: {name}, {slowest:.2g} ms; the host starts a send and a receive in {1e3 * host:.0f} us")
 
 
-def test_two_ranks_talk(ranks, figure):
-    _check(ranks, 2, figure)
+def two_ranks(trial: Trial) -> None:
+    _check(trial, 2)
 
 
-def test_four_ranks_talk(ranks, figure):
-    _check(ranks, 4, figure)
+def four_ranks(trial: Trial) -> None:
+    _check(trial, 4)
 
 
 # Bytes of a large message: many times what NCCL sends in one step (a slot of its 4 MiB buffer) and gloo in one segment.
@@ -224,13 +225,13 @@ def _talk_at_length(device: str) -> dict[str, float]:
     return took
 
 
-def test_large_messages_on_several_communicators(ranks, device, figure):
+def large_messages(trial: Trial) -> None:
     """With as many queues of work on the GPU as CUDA has by itself, and with one, as Megatron-LM often asks for."""
-    for connections in ("8", "1") if device == "cuda" else ("",):
+    for connections in ("8", "1") if trial.device == "cuda" else ("",):
         environment = {"CUDA_DEVICE_MAX_CONNECTIONS": connections} if connections else {}
-        by_rank = ranks.run(2, _talk_at_length, device, environment=environment)
+        by_rank = trial.run(2, _talk_at_length, trial.device, environment=environment)
         slowest = {name: max(took[name] for took in by_rank) for name in by_rank[0]}
         assert len(slowest) == 6
         said = ", ".join(f"{name} {ms:.0f} ms" for name, ms in slowest.items())
-        figure(f"{LARGE[device] >> 20} MiB" + f", CUDA_DEVICE_MAX_CONNECTIONS={connections}" * bool(connections))
-        figure(said)
+        many = f", CUDA_DEVICE_MAX_CONNECTIONS={connections}" * bool(connections)
+        trial.figure(f"{LARGE[trial.device] >> 20} MiB{many}: {said}")

@@ -4,8 +4,8 @@ import subprocess
 import sys
 
 import numpy as np
-import pytest
 
+from tests.gpu.trial import Skipped, Trial
 from tests.support.packages_apart import why_not_interpreted
 from tests.support.patience import PATIENCE
 from tests.support.pool import single_threaded
@@ -37,21 +37,18 @@ def splits(device: str, sizes: tuple[int, ...]) -> int:
     return done
 
 
-def test_kernels_split_like_numpy(ranks, device, figure):
+def kernels_like_numpy(trial: Trial) -> None:
     """Compiled on a GPU; interpreted on the CPU, in a process of its own, for Triton decides that when imported."""
-    pytest.importorskip("triton")
-    if device == "cpu" and (why := why_not_interpreted()):
-        pytest.skip(why)
-    sizes = (2, 8, 64, 128) if device == "cuda" else (2, 8)
-    if device == "cuda":
-        figure(f"{splits(device, sizes)} splits at {sizes} ranks")
+    if trial.device == "cuda":
+        sizes = (2, 8, 64, 128)
+        trial.figure(f"{trial.run(1, splits, trial.device, sizes)[0]} splits at {sizes} ranks")
         return
+    if why := why_not_interpreted():
+        raise Skipped(why)
+    code = "from tests.gpu.splits import splits; print(splits('cpu', (2, 8)))"
     done = subprocess.run(
-        [sys.executable, "-c", f"from tests.gpu.test_expert_kernels import splits; print(splits('cpu', {sizes}))"],
-        env=single_threaded() | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
+        [sys.executable, "-c", code], env=single_threaded() | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True,
         timeout=PATIENCE,
-    )
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    figure(f"{done.stdout.strip()} splits at {sizes} ranks, interpreted")
+    trial.figure(f"{done.stdout.strip()} splits at (2, 8) ranks, interpreted")

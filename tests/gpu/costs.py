@@ -1,0 +1,432 @@
+"""What balanced sequences and experts cost one GPU: rates of kernels, launches, time of the host. Each function is the
+body of a part's only rank, and runs while nothing else does.
+
+The program of one rank of a plan runs with its messages stubbed: torch's fake process group starts nothing and waits
+for nothing. What arrives is whatever lies in memory, so nothing is computed that means anything, at the right cost. On
+the CPU operations that a GPU would launch are counted, and nothing is timed."""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from balancing.sequences.engine.kernels import Pieces, choose_kernel
+from tests.gpu.training import local_device
+from tests.gpu.trial import Notes
+
+# (ranks, query heads, key-value heads, size of a head) of the layer that is planned
+LAYER = {"cuda": (8, 32, 8, 128), "cpu": (8, 4, 2, 16)}
+PACKED = (32768, 8192, 8192, 4096, 4096, *(1024,) * 8)  # 9k tokens a rank
+# Documents and key-value heads, by name.
+CASES = {
+    "packed 72k": (PACKED, 8),
+    "1 x 32k": ((32768,), 8),
+    "8 x 8k": ((8192,) * 8, 8),
+    "64 x 1k": ((1024,) * 64, 8),
+    "512 x 128": ((128,) * 512, 8),
+    "1 x 16k, 32 key heads": ((16384,), 32),
+}
+PLANNERS = ("chunks", "zones", "ring", "gather")
+ROUNDS = 5  # timed
+# Operations of torch that start no kernel.
+_VIEWS = ("view", "slice", "select", "split", "unbind", "transpose", "expand", "squeeze", "permute", "detach", "alias")
+_MEMORY = ("empty", "_unsafe_view", "as_strided", "unflatten", "reshape", "t.default", "record_stream")
+
+
+def _shrunk(lengths: tuple[int, ...], device: str) -> tuple[int, ...]:
+    return lengths if device == "cuda" else tuple(max(1, length // 32) for length in lengths[:16])
+
+
+def _timed(call: Callable[[], Any], device: str) -> tuple[float, float]:
+    """Milliseconds of the host and of the device for a call, which is warmed up first; zeros on the CPU."""
+    call()
+    if device == "cpu":
+        return 0.0, 0.0
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    begin.record()
+    for _ in range(ROUNDS):
+        call()
+    end.record()
+    host = 1e3 * (time.perf_counter() - started) / ROUNDS
+    end.synchronize()
+    return host, begin.elapsed_time(end) / ROUNDS
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+
+def _kernels(lengths: tuple[int, ...], q: Any, k: Any, v: Any, grad: Any) -> Iterator[tuple[str, Callable, Callable]]:
+    """(name, forward, forward and backward) of attention over packed documents on one rank, by kernel. Raises where a
+    kernel is asked for that is not installed, or that does not take these documents."""
+    size, heads, kv_heads = q.shape[-1], q.shape[1], k.shape[1]
+    pieces, scale = Pieces(lengths, lengths, True), size**-0.5
+
+    def ours() -> tuple[str, Callable, Callable]:
+        kernel = choose_kernel(q.device, q.dtype, size)
+
+        def forward() -> Any:
+            return kernel.forward(q, k, v, pieces, scale)
+
+        return (
+            f"ours ({type(kernel).__name__.strip('_')})",
+            forward,
+            lambda: kernel.backward(grad, q, k, v, *forward(), pieces, scale),
+        )
+
+    def by_gradient(name: str, attention: Callable, *given: Any, of: Any = None) -> tuple[str, Callable, Callable]:
+        leaves = [x.detach().requires_grad_() for x in given]
+        of = grad.reshape(len(q), -1) if of is None else of
+
+        def both() -> Any:
+            made = attention(*leaves)
+            return torch.autograd.grad(made, leaves, of.view_as(made))
+
+        return name, lambda: attention(*leaves), both
+
+    def engine() -> tuple[str, Callable, Callable]:
+        from transformer_engine.pytorch import DotProductAttention
+
+        layer = DotProductAttention(
+            heads,
+            size,
+            num_gqa_groups=kv_heads,
+            attention_dropout=0.0,
+            qkv_format="thd",
+            attn_mask_type="padding_causal",
+        )
+        bounds = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=q.device)
+        more = {"cu_seqlens_q": bounds, "cu_seqlens_kv": bounds}
+        longest = {"max_seqlen_q": max(lengths), "max_seqlen_kv": max(lengths)}
+        return by_gradient("Transformer Engine", lambda *qkv: layer(*qkv, **more, **longest), q, k, v)
+
+    def cudnn() -> tuple[str, Callable, Callable]:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+        from torch.nn.functional import scaled_dot_product_attention
+
+        assert len(set(lengths)) == 1, "documents of one length only"
+
+        def batch(x: Any) -> Any:
+            return x.view(len(lengths), lengths[0], *x.shape[1:]).transpose(1, 2).contiguous()
+
+        def attention(*qkv: Any) -> Any:
+            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+                return scaled_dot_product_attention(*qkv, is_causal=True, enable_gqa=kv_heads < heads)
+
+        return by_gradient("cuDNN by torch's SDPA", attention, *map(batch, (q, k, v)), of=batch(grad))
+
+    def flex() -> tuple[str, Callable, Callable]:
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        of = torch.repeat_interleave(torch.tensor(lengths)).to(q.device)
+        tokens = len(q)
+        mask = create_block_mask(
+            lambda b, h, row, column: (row >= column) & (of[row] == of[column]), None, None, tokens, tokens, q.device
+        )
+        compiled = torch.compile(flex_attention)
+        turned = [x.transpose(0, 1)[None].contiguous() for x in (q, k, v)]
+        attention = lambda *qkv: compiled(*qkv, block_mask=mask, enable_gqa=True)  # noqa: E731
+        return by_gradient("flex attention", attention, *turned, of=grad.transpose(0, 1)[None].contiguous())
+
+    yield ours()
+    for name in ("FA3", "FA4"):  # which take the place of torch's own where their package is installed
+        try:
+            torch.nn.attention.activate_flash_attention_impl(name)
+        except Exception:  # of whatever kind a package that is not there, or not for this GPU, raises
+            continue
+        title, *calls = ours()
+        yield title.replace("ours", f"torch's {name}"), *calls  # type: ignore[misc]
+        torch.nn.attention.restore_flash_attention_impl()
+    if q.is_cuda:
+        for make in (engine, cudnn, *((flex,) if lengths == PACKED else ())):
+            try:
+                yield make()
+            except (ImportError, AssertionError):
+                continue
+
+
+def _rates(lengths: tuple[int, ...], kv_heads: int, device: str) -> dict[str, tuple[float, float]]:
+    """Milliseconds forward and backward of each kernel on these documents, of one rank that has them all."""
+    _, heads, _, size = LAYER[device]
+    place, kv_heads = local_device(device), min(kv_heads, heads)
+    q, grad = (torch.randn(sum(lengths), heads, size, device=place, dtype=torch.bfloat16) for _ in range(2))
+    k, v = (torch.randn(sum(lengths), kv_heads, size, device=place, dtype=torch.bfloat16) for _ in range(2))
+    found: dict[str, tuple[float, float]] = {}
+    for name, forward, both in _kernels(lengths, q, k, v, grad):
+        try:
+            alone = _timed(forward, device)[1]
+            found[name] = alone, _timed(both, device)[1] - alone
+        except Exception as error:  # a kernel of others that does not take these shapes
+            if name.startswith("ours"):
+                raise
+            found[f"{name} fails ({type(error).__name__})"] = 0.0, 0.0
+    return found
+
+
+def _best(found: dict[str, tuple[float, float]]) -> tuple[str, float]:
+    """The kernel whose forward and backward are quickest, and their milliseconds."""
+    name = min((name for name, took in found.items() if sum(took)), key=lambda name: sum(found[name]), default="none")
+    return name, sum(found.get(name, (0.0,)))
+
+
+def attention_rates(device: str, notes: Notes) -> None:
+    """TFLOP/s of each kernel that is installed, bf16, causal, forward / backward, on documents of one length and
+    mixed."""
+    ranks, heads, _, size = LAYER[device]
+    for case, (given, kv_heads) in CASES.items():
+        lengths = _shrunk(given, device)
+        found = _rates(lengths, kv_heads, device)
+        assert any(name.startswith("ours") for name in found)
+        flops = (
+            sum(2.0 * length * length for length in lengths) * heads * size
+        )  # of the forward pass, half of the pairs
+        said = [
+            f"{name} {flops / forward / 1e9:.0f} / {2.5 * flops / backward / 1e9:.0f}" if forward and backward else name
+            for name, (forward, backward) in found.items()
+        ]
+        name, best = _best(found)
+        notes.figure(f"{case}: {', '.join(said)}; an even share of {ranks} by {name} {best / ranks:.2f} ms")
+
+
+def planners(device: str, notes: Notes) -> None:
+    """Launches, host and time of one layer on the first rank of each plan, forward and backward, beside the even share
+    of the whole batch by our kernel and by the best; of `chunks` also the slowest rank."""
+    ranks = LAYER[device][0]
+    lengths = _shrunk(PACKED, device)
+    whole = _rates(lengths, LAYER[device][2], device)
+    ours, (name, best) = sum(next(iter(whole.values()))), _best(whole)
+    notes.figure(f"even share of {ranks}: {ours / ranks:.1f} ms by our kernel, {best / ranks:.1f} by {name}")
+    for planner in PLANNERS:
+        found = _replay(device, lengths, planner, 0)
+        assert found["launches"] > 10 and found["tokens"] > 0
+        times = f", host {found['host']:.1f} ms, in all {found['all']:.1f} ms" if found["all"] else ""
+        notes.figure(f"{planner}: {found['launches']:.0f} launches{times}")
+    if device == "cuda":
+        slowest = max(_replay(device, lengths, "chunks", rank)["all"] for rank in range(ranks))
+        notes.figure(f"slowest rank of chunks {slowest:.1f} ms, {slowest / (best / ranks):.2f} of the best even share")
+
+
+def _replay(device: str, lengths: tuple[int, ...], planner: str, rank: int) -> dict[str, float]:
+    """Launches of one layer on one rank of a plan, milliseconds of the host and in all, and the rank's tokens."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from balancing.cluster import Cluster
+    from balancing.sequences import AttentionShape, SequenceAttention, compile_rank, plan_sequences
+
+    place = local_device(device)
+    ranks, heads, kv_heads, size = LAYER[device]
+    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+    cluster = Cluster.preset("h200-8x400g").relabel(nodes=1, ranks_per_node=ranks)
+    shape = AttentionShape(heads * size, heads, kv_heads, 32, 4 * heads * size)
+    plan = plan_sequences(lengths, cluster, shape=shape, method=planner)
+    attention = SequenceAttention(plan, program=compile_rank(plan, rank, cluster))
+    tokens = int(plan.linear_tokens[rank])
+    q, k, v = (
+        torch.randn(tokens, h, size, device=place, dtype=torch.bfloat16).requires_grad_()
+        for h in (heads, kv_heads, kv_heads)
+    )
+
+    def layer() -> None:
+        out = attention(q, k, v)
+        out.backward(torch.ones_like(out))
+
+    host, device_ms = _timed(layer, device)
+    found = {"tokens": tokens, "launches": _launches(layer, device), "host": host, "all": max(host, device_ms)}
+    dist.destroy_process_group()
+    return found
+
+
+def _launches(call: Callable[[], None], device: str) -> int:
+    """Kernels that a call starts, copies and fills included; on the CPU, operations that would start one."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    if device == "cuda":
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            call()
+            torch.cuda.synchronize()
+        return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
+
+    class Counted(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            name = function.name().removeprefix("aten::")
+            Counted.count += not name.startswith((*_VIEWS, *_MEMORY))
+            return function(*args, **(kwargs or {}))
+
+    with Counted():
+        call()
+    return Counted.count
+
+
+# -- experts -----------------------------------------------------------------------------------------------------------
+
+# Hidden size, size of an expert, experts of a rank, and its rows of a step.
+EXPERTS = {
+    "Mixtral 8x7B, EP 8": (4096, 14336, 1, 8192),
+    "Qwen3-30B-A3B, EP 8": (2048, 768, 16, 32768),
+    "DeepSeek-V3, EP 32": (7168, 2048, 8, 32768),
+}
+
+
+def _groups(experts: int, rows: int, skewed: bool) -> list[int]:
+    """Rows of each expert: equal ones, or such that each next one has 0.7 of it."""
+    shares = 0.7 ** np.arange(experts) if skewed else np.ones(experts)
+    groups = np.maximum(16, (rows * shares / shares.sum()).astype(int) // 16 * 16)
+    groups[0] += rows - groups.sum()
+    return [int(group) for group in groups]
+
+
+def _experts(groups: list[int], hidden: int, size: int, place: Any) -> dict[str, Callable[[], Any]]:
+    """A gated feed-forward layer of one rank's experts, forward and backward in bf16, each way that is installed."""
+    from torch.nn.functional import linear, silu
+
+    def matrix(*shape: int) -> Any:
+        return torch.randn(*shape, device=place, dtype=torch.bfloat16).mul_(0.02).requires_grad_()
+
+    rows = matrix(sum(groups), hidden)
+    up, down = matrix(len(groups), 2 * size, hidden), matrix(len(groups), hidden, size)
+
+    def gated(x: Any) -> Any:
+        gate, value = x.chunk(2, dim=-1)
+        return silu(gate) * value
+
+    def trained(forward: Callable[[], Any], leaves: list[Any]) -> Callable[[], Any]:
+        def call() -> Any:
+            out = forward()
+            return torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+        return call
+
+    def one_by_one() -> Any:  # as SequentialMLP
+        parts = zip(rows.split(groups), up, down, strict=True)
+        return torch.cat([linear(gated(linear(part, first)), second) for part, first, second in parts])
+
+    ways = {"one by one": trained(one_by_one, [rows, up, down])}
+    if place.type == "cuda":
+        ends = torch.tensor(np.cumsum(groups), dtype=torch.int32, device=place)
+
+        def grouped() -> Any:
+            inside = gated(torch._grouped_mm(rows, up.transpose(1, 2), ends))
+            return torch._grouped_mm(inside, down.transpose(1, 2), ends)
+
+        ways["torch grouped"] = trained(grouped, [rows, up, down])
+        try:
+            from transformer_engine.pytorch import GroupedLinear
+        except ImportError:
+            return ways
+        options = {"bias": False, "params_dtype": torch.bfloat16, "device": "cuda"}
+        first, second = (
+            GroupedLinear(len(groups), *sizes, **options) for sizes in ((hidden, 2 * size), (size, hidden))
+        )
+        leaves = [rows, *first.parameters(), *second.parameters()]
+        ways["Transformer Engine grouped"] = trained(lambda: second(gated(first(rows, groups)), groups), leaves)
+    return ways
+
+
+def expert_rates(device: str, notes: Notes) -> None:
+    """TFLOP/s of a rank's experts, rows even / skewed, without and with two replicas, each way; beside the milliseconds
+    that an even share takes the best of them."""
+    place = local_device(device)
+    for shape, (hidden, size, experts, given) in EXPERTS.items():
+        rows = given
+        if device == "cpu":
+            hidden, size, rows = 64, 32, 512
+        best = ("", np.inf)
+        for count in (experts, experts + 2):
+            rates: dict[str, list[str]] = {}
+            for skewed in (False, True):
+                groups = _groups(count, rows, skewed)
+                assert sum(groups) == rows and min(groups) > 0
+                for way, call in _experts(groups, hidden, size, place).items():
+                    try:
+                        took = _timed(call, device)[1]
+                    except Exception as error:  # another torch has no gradient of a grouped product
+                        if way == "one by one":
+                            raise
+                        rates.setdefault(way, []).append(f"fails ({type(error).__name__})")
+                        continue
+                    rates.setdefault(way, []).append(f"{18 * rows * hidden * size / took / 1e9:.0f}" if took else "-")
+                    if took and not skewed and count == experts:
+                        best = min(best, (way, took), key=lambda pair: pair[1])
+            said = ", ".join(f"{way} {' / '.join(each)}" for way, each in rates.items())
+            notes.figure(f"{shape}, {experts} experts{', 2 replicas' * (count > experts)}: {said}")
+        if best[0]:
+            notes.figure(f"{shape}: an even share by {best[0]} {best[1]:.2f} ms")
+
+
+# (expert-parallel ranks, experts)
+SPLITS = {"cuda": ((8, 128), (16, 256), (32, 256), (64, 256), (64, 512), (128, 256)), "cpu": ((8, 16),)}
+
+
+def split_times(device: str, notes: Notes) -> None:
+    """Microseconds of the host and of the device for a split of tokens, and seconds of the first of a size."""
+    from balancing.experts.placement import ReplicaPlacement, color_by_rank
+    from balancing.experts.split.split import Splitter
+    from balancing.experts.split.split_kernel import SplitKernels, kernel_tables
+    from balancing.upload import upload
+
+    place, draw = local_device(device), np.random.default_rng(0)
+    for ranks, experts in SPLITS[device]:
+        home = np.arange(experts) * ranks // experts
+        slots = np.stack([draw.choice(np.flatnonzero(home != rank), 2, replace=False) for rank in range(ranks)])
+        placement = ReplicaPlacement(home, slots, ranks_per_node=min(8, ranks))
+        load = draw.integers(0, 1000, (ranks, experts))
+        if device == "cpu":  # which has no kernels to time
+            assert Splitter(placement, sweeps=4)(load).sum() == load.sum()
+            notes.figure(f"{ranks} x {experts}: split by NumPy")
+            continue
+        classes = color_by_rank(placement)
+        kernels = SplitKernels(placement, len(classes), 4, upload(kernel_tables(placement, classes), place))
+        there = torch.from_numpy(load).to(place)
+        begin = time.perf_counter()
+        kernels(there)
+        torch.cuda.synchronize()
+        first = time.perf_counter() - begin
+        host, on_device = _timed(lambda: [kernels(there) for _ in range(20)], device)  # noqa: B023
+        notes.figure(
+            f"{ranks} x {experts}: device {50 * on_device:.0f} us, host {50 * host:.0f} us, first {first:.1f} s"
+        )
+
+
+# A layer as in Mixtral 8x7B over 8 ranks, two experts a token. (tokens of a rank, hidden size, size of an expert)
+MOE = {"cuda": (4096, 4096, 14336), "cpu": (64, 32, 64)}
+RANKS = 8
+
+
+def moe_shares(device: str, notes: Notes) -> None:
+    """Rows and milliseconds of a rank's experts: of the slowest rank without replicas, with those that the planner
+    places, and of the mean, which is the even share. The hottest expert has 2.7 times the mean load."""
+    from balancing.cluster import Cluster
+    from balancing.experts import plan_replicas, split_tokens
+
+    place = local_device(device)
+    tokens, hidden, size = MOE[device]
+    share = np.array([2.7, 1.4, 1.0, 0.8, 0.7, 0.6, 0.5, 0.3])
+    load = np.tile((2 * tokens / RANKS * share / share.mean()).astype(int), (RANKS, 1))
+    cluster = Cluster.preset("h200-8x400g").relabel(nodes=1, ranks_per_node=RANKS)
+    placement = plan_replicas(load, cluster, slots=2)
+    split = split_tokens(load, placement).sum(0)  # [expert, rank]
+    rank = int(split.sum(0).argmax())
+    cases = {
+        "slowest without replicas": [int(load.sum(0).max())],
+        "slowest with replicas": [int(rows) for rows in split[:, rank] if rows],
+        "even share": [int(load.sum() // RANKS)],
+    }
+    rows = {name: sum(groups) for name, groups in cases.items()}
+    assert rows["slowest with replicas"] < 1.1 * rows["even share"] < rows["slowest without replicas"] / 2
+    for name, groups in cases.items():
+        took = {}
+        for way, call in _experts(groups, hidden, size, place).items():
+            try:
+                took[way] = _timed(call, device)[1]
+            except Exception:  # rows that a grouped product does not take
+                if way == "one by one":
+                    raise
+        way = min(took, key=lambda way: took[way])
+        notes.figure(f"{name}: {rows[name]} rows, one by one {took['one by one']:.2f} ms, {way} {took[way]:.2f} ms")
