@@ -107,7 +107,9 @@ def _accept(out: Path, options: argparse.Namespace, begin: float) -> int:
         runner = Runner(pool, Machine(gpus, nccl, mps), facts, out, begin + 60 * options.minutes)
         runner.run(chosen)
         spent = time.monotonic() - begin
-        print(f"{runner.started} parts in {spent:.0f} s, {runner.runs} runs of forks, Megatron-LM imported once")
+        print(
+            f"{runner.started} parts in {spent:.0f} s: {runner.runs} runs, {runner.ranks} ranks, all forks, one import"
+        )
     return _conclude(read_results(results), options, about, out)
 
 
@@ -137,13 +139,13 @@ def _imported(out: Path, rehearse: bool) -> Iterator[Any]:
 class Runner:
     """Runs parts and notes what came of them.
 
-    deadline: by time.monotonic(), when everything is cut. runs: of ranks, of all parts so far. started: parts.
+    deadline: by time.monotonic(), when everything is cut. runs, ranks: of all parts so far. started: parts.
     """
 
     def __init__(self, pool: Any, machine: Any, facts: dict[str, Any], out: Path, deadline: float) -> None:
         self._pool, self._machine, self._facts, self._out, self._deadline = pool, machine, facts, out, deadline
         self._results = out / "results.jsonl"
-        self.runs = self.started = 0
+        self.runs = self.ranks = self.started = 0
         self._again: list[Part] = []  # failed while others ran, which may have been the reason
         self._lock = threading.Lock()
 
@@ -206,11 +208,12 @@ class Runner:
         if staged:
             notes.figure("over gloo, tensors staged through the host, since NCCL did not talk")
         seconds = min(part.limit, deadline - begin)
-        word, said, runs = run_part(part, pool, self._machine, notes, seconds, staged)
+        word, said, runs, ranks = run_part(part, pool, self._machine, notes, seconds, staged)
         if word == "failed" and not alone:
             self._again.append(part)
         with self._lock:
             self.runs += runs
+            self.ranks += ranks
             self.started += 1
         note(self._results, part.name, word=word, said=said, seconds=time.monotonic() - begin)
         self._say(part)
@@ -228,8 +231,8 @@ class Runner:
 
 def run_part(
     part: Part, pool: Any, machine: Any, notes: Any, seconds: float, staged: bool = False
-) -> tuple[str, str, int]:
-    """Run one part. Returns its verdict, why it is no better one, and how many runs of ranks there were."""
+) -> tuple[str, str, int, int]:
+    """Run one part. Returns its verdict, why it is no better one, and how many runs and ranks."""
     import dataclasses
 
     from tests.gpu.trial import Cut, Skipped, Trial
@@ -239,15 +242,15 @@ def run_part(
         try:
             trial.work(part.test)
         except Skipped as why:
-            return "not run", str(why), trial.runs
+            return "not run", str(why), trial.runs, trial.ranks
         except Cut as why:
-            return "stopped", str(why), trial.runs
+            return "stopped", str(why), trial.runs, trial.ranks
         except Exception as error:
             at = traceback.extract_tb(error.__traceback__)[-1]
             said = f"{type(error).__name__}: {error or at.line}"
             notes.detail(" ".join([said, *getattr(error, "__notes__", ())]))
-            return "failed", said, trial.runs
-    return "passed", "", trial.runs
+            return "failed", said, trial.runs, trial.ranks
+    return "passed", "", trial.runs, trial.ranks
 
 
 def _write(verdicts: list[Any], about: list[str], out: Path, rehearse: bool) -> str:

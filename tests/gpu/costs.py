@@ -188,7 +188,8 @@ def attention_rates(device: str, notes: Notes) -> None:
             for name, (forward, backward) in found.items()
         ]
         name, best = _best(found)
-        notes.figure(f"{case}: {', '.join(said)}; an even share of {ranks} by {name} {best / ranks:.2f} ms")
+        share = f"; an even share of {ranks} by {name} {best / ranks:.2f} ms" if best else ""
+        notes.figure(f"{case}: {', '.join(said)}{share}")
 
 
 def planners(device: str, notes: Notes) -> None:
@@ -198,7 +199,8 @@ def planners(device: str, notes: Notes) -> None:
     lengths = _shrunk(PACKED, device)
     whole = _rates(lengths, LAYER[device][2], device)
     ours, (name, best) = sum(next(iter(whole.values()))), _best(whole)
-    notes.figure(f"even share of {ranks}: {ours / ranks:.1f} ms by our kernel, {best / ranks:.1f} by {name}")
+    if best:
+        notes.figure(f"even share of {ranks}: {ours / ranks:.1f} ms by our kernel, {best / ranks:.1f} by {name}")
     for planner in PLANNERS:
         found = _replay(device, lengths, planner, 0)
         assert found["launches"] > 10 and found["tokens"] > 0
@@ -429,4 +431,5 @@ def moe_shares(device: str, notes: Notes) -> None:
                 if way == "one by one":
                     raise
         way = min(took, key=lambda way: took[way])
-        notes.figure(f"{name}: {rows[name]} rows, one by one {took['one by one']:.2f} ms, {way} {took[way]:.2f} ms")
+        times = f", one by one {took['one by one']:.2f} ms, {way} {took[way]:.2f} ms" if took[way] else ""
+        notes.figure(f"{name}: {rows[name]} rows{times}")

@@ -64,7 +64,7 @@ def obstacle(part: Part, facts: dict[str, Any], words: dict[str, str], machine: 
     if part.needs == "compiler" and not facts["compiler"]:
         return "no C compiler for Triton: install gcc, or name one in CC"
     if not machine.gpus:
-        return None
+        return "on the CPU device it needs stand-ins, which tests have" if part.name == "te-context" else None
     if part.needs == "engine" and facts["transformer_engine"]["state"] != "ok":
         return f"Transformer Engine is {facts['transformer_engine']['state']}"
     if part.needs == "mps" and machine.gpus < part.ranks and not machine.mps:

@@ -70,7 +70,7 @@ PARTS = (
     _alone("rates-experts", "costs:expert_rates", 30, 1, "TFLOP/s of grouped products by rows and experts"),
     _alone("rates-split", "costs:split_times", 12, 1, "device and host of a split of tokens", "compiler"),
     _alone("shares", "costs:moe_shares", 8, 1, "a Mixtral layer's share of the slowest rank, by plan"),
-    _alone("quarters-sequences", "quarters.sequences", 55, 4, "CP 4 on packed documents, by the clock", "mps"),
+    _alone("quarters-sequences", "quarters.sequences", 70, 4, "CP 4 on packed documents, by the clock", "mps"),
     Part("nccl-4", "collectives.four_ranks", 8, 4, "in groups of two as well", after="nccl-2"),
     Part("nccl-large", "collectives.large_messages", 14, 2, "64 MiB, two communicators at once", after="nccl-2"),
     Part("early-exit", "parity.early_exit", 32, 2, "tokens exit, no stage waits for ever"),

@@ -342,13 +342,15 @@ def runner(tmp_path, monkeypatch):
 
     def part_runs(
         part: Part, pool: Any, on: Machine, told: Notes, seconds: float, staged: bool
-    ) -> tuple[str, str, int]:
+    ) -> tuple[str, str, int, int]:
         ran.append((part.name, staged))
         told.figure(f"figure of {part.name}")
         fate = fates.pop(part.name, "")
         if fate == "is killed":
             raise KeyboardInterrupt
-        return {"fails": ("failed", "wrong", 1), "is cut": ("stopped", "cut after 9 s", 2)}.get(fate, ("passed", "", 1))
+        return {"fails": ("failed", "wrong", 1, 2), "is cut": ("stopped", "cut after 9 s", 2, 4)}.get(
+            fate, ("passed", "", 1, 2)
+        )
 
     monkeypatch.setattr(acceptance, "run_part", part_runs)
     return lambda *argv: acceptance.main([*argv, "--out", str(tmp_path / "out")]), fates, ran
@@ -395,7 +397,7 @@ def test_costs_run_alone_and_the_rest_side_by_side(runner, monkeypatch):
         part.name for part in [part for part in PARTS if not part.alone and part.name not in ENGINES][1:][:STREAMS]
     }
 
-    def part_runs(part: Part, *unused: Any) -> tuple[str, str, int]:
+    def part_runs(part: Part, *unused: Any) -> tuple[str, str, int, int]:
         with lock:
             running.add(part.name)
             most[part.alone] = max(most[part.alone], len(running))
@@ -403,7 +405,7 @@ def test_costs_run_alone_and_the_rest_side_by_side(runner, monkeypatch):
             meet.wait()  # or the streams do not run at the same time
         with lock:
             running.remove(part.name)
-        return "passed", "", 1
+        return "passed", "", 1, 2
 
     monkeypatch.setattr(acceptance, "run_part", part_runs)
     assert call() == 3

@@ -1,14 +1,19 @@
 """The parts of the acceptance run on the CPU device, so that on a GPU nothing but the GPU is new."""
 
+import ast
 import json
 import subprocess
 import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.gpu.__main__ import run_part
 from tests.gpu.parts import PARTS
-from tests.gpu.trial import Machine, Notes
+from tests.gpu.routes import flipped
+from tests.gpu.training import Comparison, Told
+from tests.gpu.trial import Machine, Notes, Trial
 from tests.support.patience import PATIENCE
 from tests.support.pool import REPOSITORY
 
@@ -19,7 +24,7 @@ def test_a_part_on_the_cpu_device(part, request, tmp_path):
     """te-context needs Transformer Engine's own Python over stand-ins for its kernels."""
     pool = request.getfixturevalue("engine" if part.name == "te-context" else "pool")
     results = tmp_path / "results.jsonl"
-    word, said, runs = run_part(part, pool, Machine(), Notes(part.name, results), 3 * PATIENCE)
+    word, said, runs, _ = run_part(part, pool, Machine(), Notes(part.name, results), 3 * PATIENCE)
     lines = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
     if word == "not run":
         pytest.skip(said)
@@ -37,3 +42,110 @@ def test_what_starts_the_parts_does_not_import_torch():
         [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=PATIENCE
     )
     assert done.returncode == 0, done.stderr
+
+
+class _Trial(Trial):
+    """That only takes notes."""
+
+    def __init__(self, results: Path) -> None:
+        super().__init__(None, Machine(1), Notes("experts", results), results.parent)  # type: ignore[arg-type]
+
+
+def test_a_comparison_shows_each_iteration_and_its_own_noise(tmp_path):
+    """Of both runs; a loss out of bounds fails, in fp32 also a product in TF32, and a run in TF32 is only shown."""
+    results = tmp_path / "results.jsonl"
+    trial, reference, again = _Trial(results), [Told([5.0, 4.0]), Told()], [Told([5.0, 4.000004]), Told()]
+    seen = Comparison(trial, "fp32", reference, again, [5.0, 4.00004])
+    seen.check("shared", [Told([5.0, 4.0002]), Told()])
+    with pytest.raises(AssertionError, match=r"resident, fp32: a loss differs by 1.8e-04 .* 0 1.8e-04 by .* 0 1.0e-06"):
+        seen.check("resident", [Told([5.0, 4.00072]), Told()])
+    seen.figure()
+    lines = [json.loads(line) for line in results.read_text().splitlines()]
+    assert lines[0]["detail"] == ("fp32, the reference 5.000000 4.000000; a CPU's 5.000000 4.000040, apart 0 1.0e-05")
+    shared = "losses 5.000000 4.000200, the reference's 5.000000 4.000000, apart 0 5.0e-05"
+    assert lines[1]["detail"].endswith(f"{shared}, the reference once more 0 1.0e-06")
+    assert lines[-1]["figure"] == "fp32: losses within 1.8e-04 (resident), noise 1.0e-06, a CPU's within 1.0e-05"
+    with pytest.raises(AssertionError, match="from a CPU's losses"):
+        Comparison(trial, "fp32", reference, again, [5.1, 4.0])
+    reference[1].rounding = ("Transformer Engine",)
+    with pytest.raises(AssertionError, match=r"Transformer Engine.* multiplies in TF32"):
+        Comparison(trial, "fp32", reference, again)
+    Comparison(trial, "fp32 in TF32", reference, again, bound=False).check("resident", [Told([5.0, 4.4]), Told()])
+
+
+def test_routes_that_flip_are_counted_by_iteration():
+    def told(*maps: list[list[int]]) -> Told:
+        return Told(routes={1: [np.packbits(np.array(each, bool)).tobytes() for each in maps]})
+
+    first, other = [[1, 0, 0], [0, 1, 0]], [[1, 0, 0], [0, 0, 1]]
+    reference = [told(first, first, first, first), told(other, other, other, other)]
+    assert flipped(reference, reference, 2) == ([0, 0], 8)
+    assert flipped([told(first, first, first, other), told(other, other, first, first)], reference, 2) == ([0, 3], 8)
+
+
+def test_the_engine_is_imported_before_the_library_that_is_linked_against_it():
+    """Alone, `transformer_engine_torch` lacks the symbols of the library that `transformer_engine` loads. Stand-ins do
+    not show that."""
+    seen = 0
+    for path in [
+        path for folder in ("balancing", "megatron", "tests") for path in REPOSITORY.glob(f"{folder}/**/*.py")
+    ]:
+        tree = ast.parse(path.read_text())
+        for scope in [node for node in ast.walk(tree) if isinstance(node, (ast.Module, ast.FunctionDef))]:
+            loaded = []
+            for node in scope.body:
+                if isinstance(node, ast.Import):
+                    loaded += [alias.name for alias in node.names]
+                elif isinstance(node, ast.ImportFrom):
+                    loaded.append(node.module or "")
+            if "transformer_engine_torch" in loaded:
+                before = [name.partition(".")[0] for name in loaded[: loaded.index("transformer_engine_torch")]]
+                where = f"{path.relative_to(REPOSITORY)}:{getattr(scope, 'name', '')}"
+                assert "transformer_engine" in before or path.parent.name == "transformer_engine", where
+                seen += "gpu" in path.parts
+    assert seen == 1
+
+
+def _one_key_too_many() -> tuple[float, float]:
+    import torch
+
+    from balancing.sequences.engine.kernels import Pieces
+    from tests.gpu.attention import BATCHES, TOLERANCE, _error, _inputs, _reference
+
+    right = BATCHES["single tokens"]
+    inputs = _inputs(right, 2, torch.device("cpu"), torch.float32, 64)
+    wrong, found = (_reference(inputs, pieces) for pieces in (Pieces((1, 1, 1), (2, 8, 3), True), right))
+    return _error(wrong[0], found[0]), TOLERANCE[torch.bfloat16]
+
+
+def test_the_tolerance_finds_a_wrong_kernel(pool):
+    """It is smaller than what one key too many does."""
+    ((error, tolerance),) = pool.run(1, _one_key_too_many)
+    assert error > 10 * tolerance
+
+
+def _late_by_other_names() -> list[int]:
+    """How often something was late in a gather: by torch's name, then by those that Megatron-LM keeps."""
+    import torch
+    import torch.distributed as dist
+    from megatron.core.distributed import param_and_grad_buffer
+    from megatron.core.tensor_parallel import mappings
+
+    from tests.gpu.late_streams import make_late
+    from tests.gpu.training import Told
+
+    dist.init_process_group("gloo")
+    told = Told()
+    make_late("main", told)
+    counts = []
+    kept = [module.dist_all_gather_func for module in (mappings, param_and_grad_buffer)]
+    for gather in (dist.all_gather_into_tensor, *kept):
+        before = told.late
+        gather(torch.empty(4), torch.ones(4))
+        counts.append(told.late - before)
+    return counts
+
+
+def test_messages_that_megatron_looked_up_before_are_late_too(pool):
+    ((by_torchs_name, *by_kept_names),) = pool.run(1, _late_by_other_names)
+    assert by_torchs_name > 0 and by_kept_names == [by_torchs_name] * 2

@@ -106,13 +106,13 @@ class Trial:
         self._pool, self._machine, self._notes, self.folder = pool, machine, notes, folder
         self.device, self.figure, self.detail, self.notes = machine.device, notes.figure, notes.detail, notes
         self._seconds, self._deadline = seconds, time.monotonic() + seconds
-        self.runs, self._at = 0, "no run"
+        self.runs, self.ranks, self._at = 0, 0, "no run"
         self._written: dict[str, str] = {}
 
     def work(self, test: str) -> None:
         """Do a part, by its `Part.test`. What is the body of a rank is imported there alone, with torch."""
         if ":" in test:
-            self.run(1, _body, test, self.device, self.notes)
+            self.run(1, _body, test, self.device, self.notes, what=test.partition(":")[2], seconds=self._seconds)
         else:
             module, _, function = test.partition(".")
             getattr(importlib.import_module(f"tests.gpu.{module}"), function)(self)
@@ -124,18 +124,19 @@ class Trial:
         *args: Any,
         what: str = "",
         environment: Mapping[str, str | None] = {},
+        seconds: float = _RUN_SECONDS,
         **kwargs: Any,
     ) -> list[Any]:
         """Call a function of a module on `count` ranks, as `Pool.run` does. what: of the part is done here.
-        environment: more of it, on GPUs."""
-        self.runs += 1
+        environment: more of it, on GPUs. seconds: until it is ended there."""
+        self.runs, self.ranks = self.runs + 1, self.ranks + count
         self._at = f"run {self.runs}, {what or function.__name__.strip('_')}"
         self._notes.at(self._at)
         for wait in (*_WAITS, None):
             try:
-                return self._once(count, function, args, environment, kwargs)
+                return self._once(count, function, args, environment, seconds, kwargs)
             except Hang as error:
-                raise Cut(f"{self._cut()}, {_progress(str(error))}") from error
+                raise Cut(f"{self._cut(seconds)}, {_progress(str(error))}") from error
             except Exception as error:
                 if wait is None or _BUSY not in " ".join([str(error), *getattr(error, "__notes__", ())]):
                     raise
@@ -150,10 +151,12 @@ class Trial:
             self._written[name] = " ".join(flags)
         return self._written[name]
 
-    def _once(self, count: int, function: Callable, args: Any, environment: Mapping, kwargs: Any) -> list[Any]:
+    def _once(
+        self, count: int, function: Callable, args: Any, environment: Mapping, seconds: float, kwargs: Any
+    ) -> list[Any]:
         left = self._deadline - time.monotonic()
         if left <= 0:
-            raise Cut(self._cut())
+            raise Cut(self._cut(seconds))
         machine = self._machine
         if not machine.gpus:
             return self._pool.run(count, function, *args, timeout=min(PATIENCE, left), **kwargs)
@@ -161,14 +164,14 @@ class Trial:
         mine = {**FP32, **shared, **(machine.mps if shared else {}), **environment}
         if machine.staged and count > 1:
             mine["GPU_CHECK_STAGED"] = "1"
-        seconds = min(_RUN_SECONDS, left)
+        seconds = min(seconds, left)
         return self._pool.run(
             count, _rank, function, *args, timeout=seconds, environment=mine, gpus=machine.gpus, **kwargs
         )
 
-    def _cut(self) -> str:
+    def _cut(self, seconds: float) -> str:
         late = time.monotonic() >= self._deadline
-        why = f"cut after {self._seconds:.0f} s" if late else f"a run did not end within {_RUN_SECONDS:.0f} s"
+        why = f"cut after {self._seconds:.0f} s" if late else f"a run did not end within {seconds:.0f} s"
         return f"{why}, in {self._at}"
 
 

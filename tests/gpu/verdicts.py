@@ -63,7 +63,7 @@ def read_results(results: Path) -> list[Verdict]:
             elif "word" in said:
                 found = {"seconds": 0.0} | said
         figures = [said["figure"] for said in known[part.name] if "figure" in said]
-        text = one_line("; ".join(filter(None, [found["said"], *figures])), 600)
+        text = one_line("; ".join(filter(None, [found["said"], *figures])), 2000)
         verdicts.append(Verdict(part, found["word"], found["seconds"], text))
     return verdicts
 

@@ -1,4 +1,4 @@
-"""The page of what works: cells say tested, not run or on which GPU, and what is refused is what the table of checks has."""
+"""The page of what works: cells say tested, not run or which GPU; what is refused is what the table of checks has."""
 
 from pathlib import Path
 
