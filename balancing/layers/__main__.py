@@ -18,15 +18,15 @@ from rich.table import Table
 
 from balancing.command_line import Parser, real_number, whole_number
 from balancing.layers.cost import LayerSeconds
+from balancing.layers.fill import weight_share
 from balancing.layers.from_report import RecordedRun, estimate_memory, read_run
-from balancing.layers.layout import from_layout, to_layout
 from balancing.layers.memory import LayerMemory, stage_memory
-from balancing.layers.pattern import read_pattern
 from balancing.layers.plan import Pipeline, plan_pipeline
 from balancing.layers.repack import Repack, choose_repack, repack_options
-from balancing.layers.simulator.fill import weight_share
-from balancing.layers.simulator.schedule import Schedule
-from balancing.layers.stage_plan import StagePlan
+from balancing.pipeline.layout import from_layout, to_layout
+from balancing.pipeline.pattern import read_pattern
+from balancing.pipeline.schedule import Schedule
+from balancing.pipeline.stage_plan import StagePlan
 from balancing.report import MOST_MICRO_BATCHES, read_history
 
 __all__ = ["main"]

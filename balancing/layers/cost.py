@@ -17,10 +17,10 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from balancing.layers.simulator.fill import SplitPasses, simulate_fill
-from balancing.layers.simulator.schedule import MEGATRONS, Schedule
-from balancing.layers.simulator.timeline import Timeline, simulate_schedule
-from balancing.layers.stage_plan import StagePlan
+from balancing.layers.fill import SplitPasses, simulate_fill
+from balancing.pipeline.schedule import MEGATRONS, Schedule
+from balancing.pipeline.stage_plan import StagePlan
+from balancing.pipeline.timeline import Timeline, simulate_schedule
 
 __all__ = ["CostAverage", "LayerSeconds", "over_ranks"]
 

@@ -8,10 +8,10 @@ import numpy as np
 
 from balancing.layers.cost import LayerSeconds
 from balancing.layers.memory import LayerMemory, in_flight, stage_memory
-from balancing.layers.pattern import Pattern
 from balancing.layers.repack import Running
-from balancing.layers.simulator.schedule import MEGATRONS, Schedule
-from balancing.layers.stage_plan import StagePlan
+from balancing.pipeline.pattern import Pattern
+from balancing.pipeline.schedule import MEGATRONS, Schedule
+from balancing.pipeline.stage_plan import StagePlan
 from balancing.report import History, read_history, summarize
 from balancing.report.summary import LayerCosts
 

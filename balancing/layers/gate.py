@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from balancing.layers.stage_plan import StagePlan
+from balancing.pipeline.stage_plan import StagePlan
 
 __all__ = ["Decision", "Gate", "GateConfig", "LayerMove", "Predicted", "layer_moves", "migration_seconds"]
 

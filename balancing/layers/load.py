@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from balancing.layers.cost import LayerSeconds, over_ranks
 from balancing.layers.memory import LayerMemory, stage_memory
-from balancing.layers.simulator.schedule import MEGATRONS, Schedule
-from balancing.layers.stage_plan import StagePlan
+from balancing.pipeline.schedule import MEGATRONS, Schedule
+from balancing.pipeline.stage_plan import StagePlan
 from balancing.report.exposed import exposed_seconds
 from balancing.report.record import RankRecord
 

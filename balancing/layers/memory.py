@@ -12,8 +12,8 @@ from functools import cached_property, lru_cache
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from balancing.layers.simulator.schedule import MEGATRONS, Schedule
-from balancing.layers.stage_plan import StagePlan
+from balancing.pipeline.schedule import MEGATRONS, Schedule
+from balancing.pipeline.stage_plan import StagePlan
 
 __all__ = ["LayerMemory", "in_flight", "stage_memory"]
 

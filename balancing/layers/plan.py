@@ -19,8 +19,8 @@ from balancing.layers.memory import LayerMemory, as_memory, stage_memory
 from balancing.layers.planners.diffusion import diffuse
 from balancing.layers.planners.optimal import Problem, memory_shortfall, optimal_bounds, room_of
 from balancing.layers.planners.refine import refine_plan
-from balancing.layers.simulator.schedule import MEGATRONS, Schedule
-from balancing.layers.stage_plan import StagePlan
+from balancing.pipeline.schedule import MEGATRONS, Schedule
+from balancing.pipeline.stage_plan import StagePlan
 
 __all__ = [
     "METHODS",

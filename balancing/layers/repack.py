@@ -15,8 +15,8 @@ from numpy.typing import ArrayLike
 from balancing.layers.cost import LayerSeconds
 from balancing.layers.memory import LayerMemory
 from balancing.layers.plan import Pipeline, plan_partition
-from balancing.layers.simulator.schedule import MEGATRONS, Schedule
-from balancing.layers.stage_plan import StagePlan
+from balancing.pipeline.schedule import MEGATRONS, Schedule
+from balancing.pipeline.stage_plan import StagePlan
 
 __all__ = ["Release", "Repack", "Running", "choose_repack", "release_of", "repack_options"]
 

@@ -13,11 +13,11 @@ import numpy as np
 from balancing.cluster import Cluster
 from balancing.experts import LoadTrace
 from balancing.layers.cost import LayerSeconds
+from balancing.layers.fill import weight_share
 from balancing.layers.plan import Pipeline, plan_pipeline
 from balancing.layers.repack import Repack, Running, choose_repack, repack_options
-from balancing.layers.simulator.fill import weight_share
-from balancing.layers.simulator.schedule import MEGATRONS, Schedule
-from balancing.layers.stage_plan import StagePlan
+from balancing.pipeline.schedule import MEGATRONS, Schedule
+from balancing.pipeline.stage_plan import StagePlan
 from balancing.whatif.gains import ExpertLoads, SequenceLoads, expert_loads, sequence_loads
 from balancing.whatif.job import Job
 from balancing.whatif.step import FITTED, Efficiency, LayerWork, StepModel

@@ -14,10 +14,10 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from balancing.layers.layout import from_layout
-from balancing.layers.pattern import KINDS, Pattern, read_pattern
-from balancing.layers.simulator.schedule import Schedule
-from balancing.layers.stage_plan import StagePlan
+from balancing.pipeline.layout import from_layout
+from balancing.pipeline.pattern import KINDS, Pattern, read_pattern
+from balancing.pipeline.schedule import Schedule
+from balancing.pipeline.stage_plan import StagePlan
 
 __all__ = ["Job", "has_attention", "read_flags", "read_recipe_flags"]
 
@@ -259,7 +259,7 @@ class Job:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """[layer]: symbols of `balancing.layers.pattern` for the parts of each layer; "*-" is attention and an MLP."""
+        """[layer]: symbols of `pipeline.pattern` for the parts of each layer; "*-" is attention and an MLP."""
         if self.pattern is not None:
             return tuple(self.pattern.symbols)
         return tuple("*E" if moe else "*-" for moe in self.is_moe)

@@ -21,7 +21,7 @@ from balancing.cluster import Cluster
 from balancing.cluster.links import exchange_seconds
 from balancing.layers.cost import LayerSeconds
 from balancing.layers.memory import LayerMemory, stage_memory
-from balancing.layers.stage_plan import StagePlan
+from balancing.pipeline.stage_plan import StagePlan
 from balancing.sequences.cost import pair_flops
 from balancing.whatif.job import Job, has_attention
 

@@ -6,7 +6,7 @@ Both plan once, DeepSpeed before training, from numbers of parameters.
 import numpy as np
 from numpy.typing import ArrayLike
 
-from balancing.layers.stage_plan import StagePlan
+from balancing.pipeline.stage_plan import StagePlan
 
 __all__ = ["deepspeed_plan", "first_fit"]
 

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from balancing.files import write_text
-from balancing.layers import Schedule, simulate_schedule
+from balancing.pipeline import Schedule, simulate_schedule
 from benchmarks.emulated import EmulatedCluster, RankFailed, RunTimeout
 from benchmarks.emulated.rate import format_rate, parse_rate
 from benchmarks.figure_file import save_figure

@@ -294,8 +294,8 @@ def _fill(
     activation: np.ndarray,
 ) -> Callable[[], None]:
     """Have `stages` of this rank defer weight gradients; returns what computes those that are left at the end."""
-    from balancing.layers import operations
-    from balancing.layers.simulator.fill import SplitPasses, simulate_fill
+    from balancing.layers.fill import SplitPasses, simulate_fill
+    from balancing.pipeline import operations
     from megatron.balanced.layers.fill import FilledSchedule, use_filled_schedule
 
     rank, (ranks, chunks) = dist.get_rank(), forward.shape

@@ -40,9 +40,10 @@ from rich.progress import track
 from rich.table import Table
 
 from balancing.files import write_text
-from balancing.layers import LayerSeconds, Pipeline, Schedule, StagePlan, operations, plan_pipeline, simulate_schedule
+from balancing.layers import LayerSeconds, Pipeline, StagePlan, plan_pipeline
 from balancing.layers.load import join_ranks, layer_seconds
 from balancing.layers.plan import plan_stages
+from balancing.pipeline import Schedule, operations, simulate_schedule
 from balancing.report import RankRecord, Span
 from balancing.report.exposed import exposed_spans
 from benchmarks.layers.emulated import run_pipelines

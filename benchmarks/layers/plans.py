@@ -59,10 +59,10 @@ from balancing.layers import (
     plan_stages,
     refine_plan,
     repack_options,
-    simulate_schedule,
 )
 from balancing.layers.config import LayerConfig
 from balancing.layers.plan import METHODS, ONE_CHUNK, Method
+from balancing.pipeline import simulate_schedule
 from benchmarks.baselines.layers import deepspeed_plan, first_fit
 from benchmarks.layers.record import replay
 from benchmarks.layers.traces import TRACES, Trace, trace

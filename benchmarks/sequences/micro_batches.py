@@ -44,7 +44,7 @@ from rich.table import Table
 
 from balancing.cluster import Cluster
 from balancing.files import write_text
-from balancing.layers import simulate_schedule
+from balancing.pipeline import simulate_schedule
 from balancing.sequences import (
     AttentionShape,
     MicroBatchPlan,

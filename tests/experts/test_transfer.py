@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from balancing.experts.engine.chains import Numbers
-from balancing.layers import operations
+from balancing.pipeline import operations
 
 LAYERS, SIZE = 5, 6
 

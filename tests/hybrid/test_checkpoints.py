@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from balancing.layers.pattern import read_pattern
+from balancing.pipeline.pattern import read_pattern
 from tests.support.moving import train_moving
 from tests.support.plain import plain_rank, train_plainly
 from tests.support.sampled import sampled

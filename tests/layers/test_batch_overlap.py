@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from balancing.layers import LayerSeconds, Schedule, StagePlan
+from balancing.layers import LayerSeconds, StagePlan
+from balancing.pipeline import Schedule
 from tests.layers.test_balance import _decisions
 from tests.support.events import events_in
 from tests.support.moving import Plans, move_at, train_moving

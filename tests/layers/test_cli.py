@@ -9,21 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from balancing.layers import (
-    MEGATRONS,
     LayerMemory,
     LayerSeconds,
     Running,
-    Schedule,
     StagePlan,
     choose_repack,
-    from_layout,
     plan_stages,
     repack_options,
     stage_memory,
-    to_layout,
 )
 from balancing.layers.__main__ import main
 from balancing.layers.from_report import estimate_memory, read_run
+from balancing.pipeline import MEGATRONS, Schedule, from_layout, to_layout
 from balancing.report import EventLog, observe, read_history, summarize
 from balancing.report.findings import finding_rows
 from benchmarks.baselines.layers import first_fit

@@ -5,16 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from balancing.layers import (
-    LayerMemory,
-    LayerSeconds,
-    Schedule,
-    StagePlan,
-    operations,
-    simulate_schedule,
-    stage_memory,
-)
-from balancing.layers.simulator.fill import SplitPasses, kept_share, simulate_fill
+from balancing.layers import LayerMemory, LayerSeconds, StagePlan, stage_memory
+from balancing.layers.fill import SplitPasses, kept_share, simulate_fill
+from balancing.pipeline import Schedule, operations, simulate_schedule
 
 quick = settings(max_examples=40)
 

@@ -14,10 +14,9 @@ from balancing.layers import (
     migration_seconds,
     over_ranks,
     plan_stages,
-    simulate_schedule,
-    simulate_steps,
 )
 from balancing.layers.config import LayerConfig
+from balancing.pipeline import simulate_schedule, simulate_steps
 
 OLD, NEW, OTHER = (StagePlan.from_counts(((a,), (8 - a,))) for a in (4, 5, 6))
 CONFIG = GateConfig(min_gain=0.02, interval=10, horizon=100, watch=3, slower=0.02)

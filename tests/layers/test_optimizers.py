@@ -66,8 +66,9 @@ def _planned(counts: Plans, offloads: bool) -> list[list[int]]:
 
     import numpy as np
 
-    from balancing.layers import MEGATRONS, LayerSeconds
-    from balancing.layers.stage_plan import StagePlan
+    from balancing.layers import LayerSeconds
+    from balancing.pipeline import MEGATRONS
+    from balancing.pipeline.stage_plan import StagePlan
     from megatron.balanced.layers import planning
 
     planning.get_num_microbatches = lambda: 4

@@ -12,18 +12,17 @@ from balancing.layers import (
     LayerMemory,
     LayerSeconds,
     Pipeline,
-    Schedule,
     StagePlan,
     in_flight,
     layer_moves,
-    operations,
     plan_partition,
     plan_stages,
     stage_memory,
 )
-from balancing.layers.layout import from_layout, to_layout
 from balancing.layers.plan import METHODS
 from balancing.layers.planners.diffusion import neighbour_flows
+from balancing.pipeline import Schedule, operations
+from balancing.pipeline.layout import from_layout, to_layout
 from benchmarks.baselines.layers import deepspeed_plan
 from benchmarks.layers.traces import trace
 

@@ -9,17 +9,16 @@ from balancing.layers import (
     LayerMemory,
     LayerSeconds,
     Pipeline,
-    Schedule,
     StagePlan,
     plan_partition,
     plan_pipeline,
     plan_stages,
     refine_plan,
-    simulate_steps,
     stage_memory,
 )
 from balancing.layers.plan import uniform_bounds
 from balancing.layers.planners.refine import _least_seconds
+from balancing.pipeline import Schedule, simulate_steps
 
 
 def test_refinement_never_slows_a_step_and_keeps_to_what_fits():

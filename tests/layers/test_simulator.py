@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from balancing.layers import MEGATRONS, Operation, Schedule, operations, simulate_schedule
-from balancing.layers.simulator.schedule import program
+from balancing.pipeline import MEGATRONS, Operation, Schedule, operations, simulate_schedule
+from balancing.pipeline.schedule import program
 
 quick = settings(max_examples=60)
 

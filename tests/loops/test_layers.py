@@ -270,7 +270,7 @@ def test_a_loop_without_moves_is_told_the_best_layout(pool):
 
 def _read_layouts() -> list[str]:
     """A layout of a hybrid model that is read, then messages about those that are not the model's."""
-    from balancing.layers.pattern import read_pattern
+    from balancing.pipeline.pattern import read_pattern
     from megatron.balanced.layers.source import LayerSource
 
     here = "M-*E|M-*E"

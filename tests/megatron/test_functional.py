@@ -134,7 +134,7 @@ def runs() -> dict[str, tuple[Small, tuple[str, ...]]]:
 
 def _move_one_layer() -> list[tuple[tuple[int, ...], ...]]:
     """At one iteration, have a chunk give a layer to the next. Returns the layers of each chunk before and after."""
-    from balancing.layers.stage_plan import StagePlan
+    from balancing.pipeline.stage_plan import StagePlan
     from megatron.balanced.layers import balancer as layers
 
     seen: list[tuple[tuple[int, ...], ...]] = []

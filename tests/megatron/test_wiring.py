@@ -66,7 +66,7 @@ def _scale_after_a_move(argv: list[str], moves: bool) -> float:
     def begin_step(self: Any, iteration: int, config: Any) -> None:
         self.iteration = iteration
         if moves and iteration == 3:
-            from balancing.layers.stage_plan import StagePlan
+            from balancing.pipeline.stage_plan import StagePlan
 
             self.move(StagePlan.from_counts(((1,), (3,))))
 

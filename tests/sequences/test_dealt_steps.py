@@ -169,7 +169,7 @@ def _whole_steps() -> None:
 def _dealt_for_a_pipeline() -> float:
     """Seconds of a step of dealt documents on four stages, over that of equal micro-batches."""
     from balancing.cluster import Cluster
-    from balancing.layers import MEGATRONS
+    from balancing.pipeline import MEGATRONS
     from balancing.sequences import AttentionShape, plan_micro_batches
     from balancing.sequences.micro_batches import document_seconds
     from megatron.balanced.sequences.steps import deal_documents, step_seconds

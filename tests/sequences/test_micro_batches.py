@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from balancing.cluster import Cluster
-from balancing.layers import simulate_schedule
+from balancing.pipeline import simulate_schedule
 from balancing.sequences import AttentionShape, MicroBatchPlan, deal_whole, plan_micro_batches
 from balancing.sequences.cost import tile_area
 from balancing.sequences.micro_batches import document_seconds

@@ -13,7 +13,7 @@ Plans = Mapping[int, tuple[tuple[int, ...], ...]]
 
 def move_at(plans: Plans) -> None:
     """Have layers move by `plans` instead of by what they cost."""
-    from balancing.layers.stage_plan import StagePlan
+    from balancing.pipeline.stage_plan import StagePlan
     from megatron.balanced.layers import balancer as layers
 
     def begin_step(self: Any, iteration: int, config: Any) -> None:

@@ -1,64 +1,102 @@
-"""Imports inside `megatron.balanced` go one way: from the trainer to the balancers, and from them to what is shared.
+"""Imports go one way, in both packages and between them.
 
-    loops  ->  trainer, loop  ->  experts, sequences, layers  ->  observe  ->  cpu  ->  shared, local
+    megatron.balanced:  loops  ->  trainer, loop  ->  experts, sequences, layers  ->  observe  ->  cpu  ->  shared, local
+    balancing:          whatif  ->  experts, sequences, layers  ->  pipeline, cluster, report  ->  files, processes
 
-No balancer imports another one, and only the trainer imports `megatron.training` and reads a namespace of arguments.
+No balancer imports another one, in neither package. Only the trainer imports `megatron.training` and reads a namespace
+of arguments. `balancing` imports nothing of Megatron.
 """
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2] / "megatron/balanced"
+REPOSITORY = Path(__file__).resolve().parents[2]
+BALANCERS = {"experts", "sequences", "layers"}
 FLOORS = {
-    "loops": 5,
-    "trainer": 4, "loop": 4,
-    "experts": 3, "sequences": 3, "layers": 3,
-    "observe": 2,
-    "cpu": 1,
-    "shared": 0, "local": 0,
+    "megatron.balanced": {
+        "loops": 5,
+        "trainer": 4, "loop": 4,
+        "experts": 3, "sequences": 3, "layers": 3,
+        "observe": 2,
+        "cpu": 1,
+        "shared": 0, "local": 0,
+    },
+    "balancing": {
+        "whatif": 4,
+        "experts": 3, "sequences": 3, "layers": 3,
+        "cluster": 2, "doctor": 2, "pipeline": 2, "report": 2, "run_lock": 2,
+        "files": 1, "messages": 1,
+        "clock": 0, "command_line": 0, "launch": 0, "process": 0, "ranges": 0, "settings": 0, "threads": 0,
+        "upload": 0, "worker": 0,
+    },
 }  # fmt: skip
 
 
 def _imports(path: Path) -> Iterator[str]:
-    """The modules that a file imports, wherever in it."""
+    """The modules and names that a file imports, wherever in it."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
-        if isinstance(node, ast.ImportFrom):
-            yield from ([f"{node.module}.{alias.name}" for alias in node.names] if node.module else [])
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def _wrong() -> set[tuple[str, str]]:
-    """The arrows that run up or sideways."""
-    found = set()
-    for path in sorted(ROOT.rglob("*.py")):
-        name = path.relative_to(ROOT)
-        room = name.parts[0].removesuffix(".py")
-        for module in _imports(path):
-            if room in FLOORS and room != "trainer" and module.startswith("megatron.training"):
-                found.add((str(name), "megatron.training"))
-            parts = module.split(".")
-            if parts[:2] != ["megatron", "balanced"] or len(parts) < 3 or parts[2] == room:
-                continue
-            if FLOORS[parts[2]] >= FLOORS[room]:
-                found.add((str(name), parts[2]))
+def _room(module: str) -> tuple[str, str] | None:
+    """(package, room) of a module or of a name in one; None outside of both packages."""
+    for package in FLOORS:
+        if module.startswith(f"{package}."):
+            return package, module.removeprefix(f"{package}.").split(".")[0]
+    return None
+
+
+@cache
+def _arrows() -> list[tuple[str, tuple[str, str], str]]:
+    """(file, its room, what it imports) of each import in a room."""
+    found = []
+    for package in FLOORS:
+        for path in sorted((REPOSITORY / package.replace(".", "/")).rglob("*.py")):
+            name = path.relative_to(REPOSITORY)
+            room = _room(".".join(name.with_suffix("").parts))
+            if room is not None and not room[1].startswith("__"):
+                found += [(str(name), room, module) for module in _imports(path)]
     return found
 
 
 def test_imports_go_one_way():
-    assert not _wrong()
+    wrong = set()
+    for file, (package, room), module in _arrows():
+        other = _room(module)
+        if other is not None and other[0] == package and other[1] != room:
+            floors = FLOORS[package]
+            if other[1] in floors and floors[other[1]] >= floors[room]:
+                wrong.add((file, module))
+    assert not wrong
+
+
+def test_no_balancer_imports_another():
+    pairs = {(room, other[1], file) for file, (_, room), module in _arrows() if (other := _room(module))}
+    assert not {pair for pair in pairs if {*pair[:2]} <= BALANCERS and pair[0] != pair[1]}
 
 
 def test_every_room_has_its_floor():
-    assert {path.stem for path in ROOT.iterdir()} - {"__pycache__", "__init__"} == set(FLOORS)
+    for package, floors in FLOORS.items():
+        rooms = {path.stem for path in (REPOSITORY / package.replace(".", "/")).iterdir() if path.suffix in ("", ".py")}
+        assert {room for room in rooms if not room.startswith("__")} == set(floors)
 
 
-def test_only_the_trainer_reads_arguments():
-    readers = {
-        str(path.relative_to(ROOT))
-        for room in FLOORS.keys() - {"trainer"}
-        for path in [*(ROOT / room).rglob("*.py"), ROOT / f"{room}.py"]
-        if path.exists() and any(module.split(".")[0] == "argparse" for module in _imports(path))
-    }
-    assert not readers
+def test_only_the_trainer_reads_arguments_and_megatrons_training():
+    for file, (package, room), module in _arrows():
+        if (package, room) != ("megatron.balanced", "trainer"):
+            assert not module.startswith("megatron.training"), file
+            if package == "megatron.balanced":
+                assert module.split(".")[0] != "argparse", file
+
+
+def test_the_planners_know_nothing_of_megatron():
+    assert not {file for file, (package, _), module in _arrows() if package == "balancing" and _is_megatron(module)}
+
+
+def _is_megatron(module: str) -> bool:
+    return module.split(".")[0] == "megatron"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from balancing.layers import MEGATRONS, Schedule
+from balancing.pipeline import MEGATRONS, Schedule
 from balancing.sequences.config import SequenceConfig
 from balancing.whatif.job import flag_table, read_flags, read_recipe_flags
 from examples.dynamic_models.config import DynamicsConfig

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from balancing.layers.memory import LayerMemory, in_flight
 from balancing.layers.planners.linear_partition import Room, least_over, linear_partition
-from balancing.layers.simulator.schedule import MEGATRONS, Schedule
+from balancing.pipeline.schedule import MEGATRONS, Schedule
 
 __all__ = ["Problem", "memory_shortfall", "optimal_bounds"]
 

@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from balancing.layers.cost import LayerSeconds
-from balancing.layers.simulator.schedule import MEGATRONS, Schedule
-from balancing.layers.simulator.timeline import simulate_steps
-from balancing.layers.stage_plan import StagePlan
+from balancing.pipeline.schedule import MEGATRONS, Schedule
+from balancing.pipeline.stage_plan import StagePlan
+from balancing.pipeline.timeline import simulate_steps
 
 __all__ = ["refine_plan"]
 

@@ -13,7 +13,7 @@ from megatron.core import mpu
 from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, set_defaults_if_not_set_tensor_model_parallel_attributes
 
-from balancing.layers.stage_plan import StagePlan
+from balancing.pipeline.stage_plan import StagePlan
 from megatron.balanced.layers.quantized import start_scaling
 from megatron.balanced.layers.source import LayerSource
 from megatron.balanced.layers.stack import stack_of

@@ -41,8 +41,8 @@ from megatron.core.utils import unwrap_model
 
 from balancing.launch import detect_launch
 from balancing.layers.repack import release_of
-from balancing.layers.stage_plan import StagePlan
 from balancing.messages import connect
+from balancing.pipeline.stage_plan import StagePlan
 from balancing.ranges import named
 from megatron.balanced.layers.build import change_layers, complete_ends
 from megatron.balanced.layers.loop import Departure, TrainingLoop

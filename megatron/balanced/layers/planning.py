@@ -20,7 +20,6 @@ from balancing.layers import (
     LayerSeconds,
     Pipeline,
     Predicted,
-    Schedule,
     StagePlan,
     migration_seconds,
     plan_partition,
@@ -29,6 +28,7 @@ from balancing.layers import (
 )
 from balancing.layers.config import LayerConfig
 from balancing.layers.load import fit_activations, join_ranks, layer_seconds
+from balancing.pipeline import Schedule
 from balancing.ranges import named
 from balancing.report import RankRecord
 from megatron.balanced.cpu.device import is_cpu

@@ -10,9 +10,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from balancing.layers.layout import from_layout, to_layout
-from balancing.layers.pattern import read_pattern
-from balancing.layers.stage_plan import StagePlan
+from balancing.pipeline.layout import from_layout, to_layout
+from balancing.pipeline.pattern import read_pattern
+from balancing.pipeline.stage_plan import StagePlan
 
 __all__ = ["LayerSource"]
 

@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_block import _get_block_submodules
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.core.utils import get_pg_rank
 
-from balancing.layers.pattern import read_pattern
+from balancing.pipeline.pattern import read_pattern
 from megatron.balanced.layers.source import LayerSource
 
 __all__ = ["StackOfChunk", "stack_of"]

@@ -25,8 +25,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import unwrap_model
 
 from balancing.cluster import Cluster
-from balancing.layers.simulator.schedule import Schedule
 from balancing.messages import connect
+from balancing.pipeline.schedule import Schedule
 from balancing.ranges import named
 from balancing.sequences import (
     SequencePlan,

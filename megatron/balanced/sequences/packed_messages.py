@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron.core import mpu
 
-from balancing.layers.simulator.schedule import Schedule, program
+from balancing.pipeline.schedule import Schedule, program
 
 __all__ = ["expect", "expect_one_size", "with_flat_batches", "with_known_shapes"]
 

@@ -3,7 +3,7 @@
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 
-from balancing.layers.pattern import read_pattern
+from balancing.pipeline.pattern import read_pattern
 from balancing.sequences import AttentionShape
 from megatron.balanced.sequences.attention import window_of
 from megatron.balanced.sequences.travelling import latent_shape

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from balancing.layers import Schedule, simulate_schedule
+from balancing.pipeline import Schedule, simulate_schedule
 from balancing.sequences import MicroBatchPlan
 from balancing.sequences.planners.groups import deal_areas
 from balancing.sequences.planners.micro_batches import whole_costs

@@ -21,7 +21,7 @@ import torch
 
 from balancing.experts.engine.slots import ReplicaSlots
 from balancing.launch import detect_launch
-from balancing.layers.pattern import read_pattern
+from balancing.pipeline.pattern import read_pattern
 from balancing.sequences.planners.groups import number_of_groups
 from megatron.balanced.cpu.device import use_cpu
 from megatron.balanced.trainer.config import BalanceConfig, cluster_from_flags

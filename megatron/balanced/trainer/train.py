@@ -17,7 +17,7 @@ from megatron.training.models.base import ModelConfig
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import print_rank_0
 
-from balancing.layers.pattern import read_pattern
+from balancing.pipeline.pattern import read_pattern
 from balancing.run_lock import one_run
 from megatron.balanced.experts.balancer import ExpertBalancer, ReplicaMemoryError
 from megatron.balanced.layers.balancer import LayerBalancer

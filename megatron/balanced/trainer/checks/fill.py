@@ -6,9 +6,9 @@ import dataclasses
 import numpy as np
 
 from balancing.layers.cost import LayerSeconds
-from balancing.layers.simulator.fill import weight_share
-from balancing.layers.simulator.schedule import Schedule
-from balancing.layers.stage_plan import StagePlan
+from balancing.layers.fill import weight_share
+from balancing.pipeline.schedule import Schedule
+from balancing.pipeline.stage_plan import StagePlan
 from megatron.balanced.sequences.travelling import latent_shape
 from megatron.balanced.shared.incompatible import FILL, check_compatible
 from megatron.balanced.trainer.config import BalanceConfig

@@ -2,7 +2,7 @@
 
 import argparse
 
-from balancing.layers.pattern import KINDS, Pattern, read_pattern
+from balancing.pipeline.pattern import KINDS, Pattern, read_pattern
 from megatron.balanced.cpu.device import is_cpu
 from megatron.balanced.shared.incompatible import HYBRID, HYBRID_SEGMENTS, check_compatible, shown
 from megatron.balanced.trainer.dry_run import is_available

@@ -9,10 +9,10 @@ import argparse
 import dataclasses
 
 from balancing.layers.config import LayerConfig
-from balancing.layers.layout import from_layout
-from balancing.layers.pattern import read_pattern
 from balancing.layers.plan import ONE_CHUNK
-from balancing.layers.stage_plan import StagePlan
+from balancing.pipeline.layout import from_layout
+from balancing.pipeline.pattern import read_pattern
+from balancing.pipeline.stage_plan import StagePlan
 from megatron.balanced.shared.incompatible import LAYERS, RELEASE, check_compatible
 
 __all__ = ["check_layers"]

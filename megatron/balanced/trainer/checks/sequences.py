@@ -8,7 +8,7 @@ layout of tokens or another attention would give wrong numbers or a hang, so the
 import argparse
 import dataclasses
 
-from balancing.layers.pattern import read_pattern
+from balancing.pipeline.pattern import read_pattern
 from balancing.sequences.config import SequenceConfig
 from balancing.sequences.planners.groups import number_of_groups
 from megatron.balanced.sequences.travelling import latent_shape

@@ -8,7 +8,7 @@ gradients, oldest first,
 - while it waits for a message, and after its last backward;
 - before a forward, as many as needed to stay within the memory budget.
 
-Everything else is Megatron's schedule, action by action (`balancing.layers.simulator.schedule`): the order of forwards
+Everything else is Megatron's schedule, action by action (`balancing.pipeline.schedule`): the order of forwards
 and backwards, and when messages are posted. So in cool-down, stages wait only for input gradients, and stages with
 little work wait less.
 
@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from balancing.layers.memory import in_flight
-from balancing.layers.simulator.schedule import MEGATRONS, Action, PipelineMessage, Schedule, program
+from balancing.pipeline.schedule import MEGATRONS, Action, PipelineMessage, Schedule, program
 
 __all__ = ["FilledStep", "SplitPasses", "kept_share", "simulate_fill", "weight_share"]
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from balancing.layers.stage_plan import StagePlan
+from balancing.pipeline.stage_plan import StagePlan
 
 __all__ = ["KINDS", "Pattern", "read_pattern"]
 

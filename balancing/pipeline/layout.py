@@ -9,7 +9,7 @@ import re
 from dataclasses import replace
 from itertools import groupby
 
-from balancing.layers.stage_plan import StagePlan
+from balancing.pipeline.stage_plan import StagePlan
 
 __all__ = ["from_layout", "to_layout"]
 

@@ -2,7 +2,7 @@
 
 Whether a move pays depends on which ranks wait for which others. A planner therefore needs the schedule itself; a
 formula for equal stages is not enough. This module contains the program of one training step in megatron-core 0.19.2:
-compute, post sends and receives, wait. `balancing.layers.simulator.timeline` computes its times.
+compute, post sends and receives, wait. `balancing.pipeline.timeline` computes its times.
 
 Ranks are numbered along the pipeline. P is the pipeline size. With V chunks a rank, chunk c of rank r is virtual stage
 c * P + r. Without interleaving, the warm-up of a rank has P - r - 1 forwards; then forwards and backwards alternate.
@@ -53,7 +53,7 @@ class Schedule:
     in_parts: whether a forward and a backward run as one operation, layer part by layer part (Megatron's
         overlap_moe_expert_parallel_comm).
     weight_share: fraction of the layers' backward seconds that computes weight gradients and is deferred into waits
-        (`balancing.layers.simulator.fill`). 0 defers nothing.
+        (`balancing.layers.fill`). 0 defers nothing.
     """
 
     group: int | None = None

@@ -23,7 +23,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from balancing.layers.simulator.schedule import MEGATRONS, Operation, PipelineMessage, Schedule, program
+from balancing.pipeline.schedule import MEGATRONS, Operation, PipelineMessage, Schedule, program
 
 __all__ = ["Timeline", "simulate_schedule", "simulate_steps"]
 
