@@ -1,6 +1,6 @@
 """Imports go one way, in both packages and between them.
 
-    megatron.balanced:  loops  ->  trainer, loop  ->  experts, sequences, layers  ->  observe  ->  cpu  ->  shared, local
+    megatron.balanced:  loops  ->  trainer, loop  ->  experts, sequences, layers  ->  observe  ->  cpu  ->  shared
     balancing:          whatif  ->  experts, sequences, layers  ->  pipeline, cluster, report  ->  files, processes
 
 No balancer imports another one, in neither package. Only the trainer imports `megatron.training` and reads a namespace
