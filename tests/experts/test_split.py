@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from balancing.experts import ReplicaPlacement, Splitter, contiguous_homes, split_tokens, traffic
-from balancing.experts.placement import color_by_rank
+from balancing.experts.reference import quotas
 from balancing.experts.split.placed_split import SplitTables, kernels_split, place_all
 
 quick = settings(max_examples=50)
@@ -30,38 +30,14 @@ def cases(draw):
     return load, placement
 
 
-def slow_quotas(load: np.ndarray, placement: ReplicaPlacement, sweeps: int) -> dict[tuple[int, int], int]:
-    """(expert, rank) -> tokens, as a split levels them: the algorithm in plain Python."""
-    classes, totals = color_by_rank(placement), load.sum(0).tolist()
-    quota = {(expert, int(placement.home[expert])): totals[expert] for expert in range(placement.experts)}
-    for expert, ranks in placement.chains.items():
-        for number, rank in enumerate(ranks):
-            quota[expert, rank] = totals[expert] // len(ranks) + (number < totals[expert] % len(ranks))
-    for sweep in range(sweeps):
-        for expert in (expert for members in classes for expert in members):
-            ranks, total = placement.chains[expert], totals[expert]
-            others = [sum(n for (e, r), n in quota.items() if r == rank and e != expert) for rank in ranks]
-            height = max(others) + total
-            while sum(max(height - other, 0) for other in others) > total:
-                height -= 1  # to the level of the water that `total` tokens fill
-            filled = [max(height - other, 0) for other in others]
-            rest = total - sum(filled)
-            if sweep < sweeps - 1:
-                filled[0] += rest
-            for number in [number for number, other in enumerate(others) if other <= height][:rest]:
-                filled[number] += sweep == sweeps - 1
-            quota |= {(expert, rank): tokens for rank, tokens in zip(ranks, filled, strict=True)}
-    return quota
-
-
 @settings(max_examples=25)
 @given(cases(), st.integers(1, 3))
-def test_quotas_are_those_of_the_plain_algorithm(case, sweeps):
+def test_quotas_are_those_of_the_reference(case, sweeps):
     load, drawn = case
     load = load % 60
     placement = ReplicaPlacement(drawn.home, drawn.slot_expert, "level", drawn.ranks_per_node)
     by_rank = split_tokens(load, placement, sweeps=sweeps).sum(0)
-    for (expert, rank), tokens in slow_quotas(load, placement, sweeps).items():
+    for (expert, rank), tokens in quotas(load.sum(0).tolist(), placement, sweeps).items():
         assert by_rank[expert, rank] == tokens, (expert, rank)
 
 

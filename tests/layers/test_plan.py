@@ -21,6 +21,7 @@ from balancing.layers import (
 )
 from balancing.layers.plan import METHODS
 from balancing.layers.planners.diffusion import neighbour_flows
+from balancing.layers.reference import best_cut
 from balancing.pipeline import Schedule, operations
 from balancing.pipeline.layout import from_layout, to_layout
 from benchmarks.baselines.layers import deepspeed_plan
@@ -63,9 +64,22 @@ def test_optimal_is_the_best_of_all(seed):
     for limit in (None, float(np.quantile(fullest, 0.2))):
         allowed = [plan for plan, full in zip(plans, fullest, strict=True) if limit is None or full <= limit]
         best = min(loads(plan, cost, 0.5, head).max() for plan in allowed)
+        if limit is None:
+            beside = [0.5, *[0.0] * (stages - 2), head]
+            slowest, cuts = best_cut(cost.tolist(), stages, fixed=beside, least=least)
+            assert slowest == pytest.approx(best, rel=1e-12)
+            assert loads(StagePlan.from_bounds(cuts, stages), cost, 0.5, head).max() == pytest.approx(best, rel=1e-12)
         found = plan_stages(cost, stages, embedding=0.5, head=head, memory=memory, memory_limit=limit, min_layers=least)
         assert loads(found, cost, 0.5, head).max() == pytest.approx(best, rel=1e-12)
         assert limit is None or stage_memory(found, memory).max() <= limit
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 2**32 - 1), st.integers(12, 60), st.integers(2, 12))
+def test_optimal_cuts_as_the_reference(seed, layers, stages):
+    cost = random_costs(seed, layers)
+    found = loads(plan_stages(cost, stages), cost).max()
+    assert found == pytest.approx(best_cut(cost.tolist(), stages)[0], rel=1e-12, abs=1e-300)
 
 
 @pytest.mark.parametrize("seed, virtual", [(0, 1), (1, 1), (2, 1), (3, 1), (0, 2), (3, 2)])

@@ -8,6 +8,7 @@ import pytest
 
 from balancing.cluster import Cluster
 from balancing.sequences import TokenBytes, compile_rank, linear_layout
+from balancing.sequences.reference import attention
 from balancing.sequences.sequence_plan import SequencePlan, Shard
 from balancing.sequences.window import in_window
 from tests.support.pool import Pool
@@ -83,24 +84,34 @@ def _on_rank(
 
 
 def _alone(plan: SequencePlan, heads: int, kv_heads: int, kind: Kind) -> list[np.ndarray]:
-    """Output and gradients of every document by itself, in plain matrix products."""
+    """Output and gradients by the reference."""
     import torch
 
     *qkv, grad = (torch.from_numpy(x) for x in _inputs(plan, heads, kv_heads, kind.values))
     leaves = [x.requires_grad_() for x in (*qkv, *([torch.from_numpy(_sink(heads))] if kind.sinks else []))]
-    outs, start = [], 0
-    for length in plan.lengths:
-        q, k, v = (x[start : start + length].transpose(0, 1) for x in qkv)
-        k, v = (x.repeat_interleave(heads // kv_heads, 0) for x in (k, v))
-        every = torch.ones(length, length, dtype=torch.bool)
-        hidden = every.triu(1) if kind.window is None else every.triu(1) | every.tril(-kind.window - 1)
-        scores = (q @ k.transpose(1, 2) * SCALE).masked_fill(hidden, float("-inf"))
-        if kind.sinks:
-            scores = torch.cat((scores, leaves[3][:, None, None].expand(-1, length, 1)), -1)
-        outs.append((scores.softmax(-1)[..., :length] @ v).transpose(0, 1))
-        start += length
-    out = torch.cat(outs)
+    out = attention(*leaves[:3], plan, scale=SCALE, window=kind.window, sink=leaves[3] if kind.sinks else None)
     return [x.detach().numpy() for x in (out, *torch.autograd.grad(out, leaves, grad))]
+
+
+@pytest.mark.parametrize("sinks, window", [(False, None), (True, None), (False, 7)])
+def test_the_reference_is_attention_of_each_document_alone(sinks, window):
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
+
+    plan = random_plan(RAGGED[0], 4, 1)
+    q, k, v, _ = (torch.from_numpy(x) for x in _inputs(plan, 4, 2))
+    sink = torch.from_numpy(_sink(4)) if sinks else None
+    found, start = attention(q, k, v, plan, scale=SCALE, window=window, sink=sink), 0
+    for length in plan.lengths:
+        rows, apart = slice(start, start + length), torch.arange(length)[:, None] - torch.arange(length)
+        seen = (apart >= 0) & (apart <= (window or length))
+        qkv, seen = [x[rows].transpose(0, 1) for x in (q, k, v)], seen.expand(4, -1, -1).to(q.dtype).log()
+        if sinks:  # a key that is all zeros, with the sink as its mask and no value
+            qkv = [qkv[0], *(torch.nn.functional.pad(x, (0, 0, 0, 1)) for x in qkv[1:])]
+            seen = torch.cat((seen, sink[:, None, None].expand(-1, length, 1)), -1)
+        alone = scaled_dot_product_attention(*qkv, attn_mask=seen, scale=SCALE, enable_gqa=True).transpose(0, 1)
+        torch.testing.assert_close(found[rows], alone, rtol=0, atol=1e-13)
+        start += length
 
 
 def _check(
