@@ -125,7 +125,7 @@ class _Model:
     def __init__(self, variant: Variant, job: dict[str, Any], device: Device, groups: Any) -> None:
         from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 
-        from megatron.balanced.experts.moe_layer import BalancedMoELayer
+        from megatron.balanced.experts.exchange import balance_layer
 
         self.variant, self._device, self._attention = variant, device, float(job["attention_seconds"])
         config, weights = _config(job), int(job["weights"])
@@ -136,12 +136,10 @@ class _Model:
             return _experts([_Expert(device, first + n, weights, *timing) for n in range(local)], config)
 
         parts = MoESubmodules(experts=experts, router=_Router)
-        self.layers: list[Any] = [
-            MoELayer(config, parts, number + 1, groups)
-            if variant.planned is None
-            else BalancedMoELayer(config, parts, number + 1, groups, slots=variant.slots)
-            for number in range(job["layers"])
-        ]
+        self.layers: list[Any] = [MoELayer(config, parts, number + 1, groups) for number in range(job["layers"])]
+        if variant.planned is not None:
+            for layer in self.layers:
+                balance_layer(layer, variant.slots)
         self.slots: Any = None
         for weight in self._home_weights():
             weight.main_grad, weight.tokens = torch.zeros_like(weight, dtype=torch.float32), 0
@@ -204,7 +202,7 @@ def _experts(local: list[_Expert], config: Any) -> torch.nn.Module:
     class PacedExperts(ReplicatedSequentialMLP):
         def __init__(self) -> None:
             torch.nn.Module.__init__(self)
-            self.config, self.ends_after_backward_dw = config, False
+            self.config = config
             self.local_experts, self.num_local_experts = torch.nn.ModuleList(local), len(local)
 
     return PacedExperts()

@@ -6,37 +6,31 @@ balancing also needs `Balancers.after_step` after each optimizer step. Nothing e
 """
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_config, unwrap_model
 
 from balancing.cluster import Cluster
-from balancing.experts.config import ExpertConfig
 from balancing.layers.config import LayerConfig
 from balancing.layers.plan import ONE_CHUNK
 from balancing.sequences.config import SequenceConfig
-from megatron.balanced.experts import balancer as experts
-from megatron.balanced.experts.exchange import balance_layers, use_balanced, use_plain
+from megatron.balanced.experts.balancer import ExpertBalancer
 from megatron.balanced.layers import balancer as layers
 from megatron.balanced.layers.loop import TrainingLoop
 from megatron.balanced.layers.source import LayerSource
 from megatron.balanced.observe.observer import Observer
 from megatron.balanced.sequences.in_place import AttentionBalancer
-from megatron.balanced.shared.callbacks import HeldBytes, StepCallback
+from megatron.balanced.shared.callbacks import StepCallback
 from megatron.balanced.shared.counters import keep_counters_exact
 from megatron.balanced.shared.job import Job
 from megatron.balanced.shared.micro_batches import get_num_microbatches, schedule_of
 from megatron.balanced.shared.model_checks import check_model, mark_model, unmark_model
-from megatron.balanced.shared.process_groups import gather_objects
 
 __all__ = ["Balancers", "ExpertBalancer", "LayerBalancer", "SequenceBalancer"]
 
@@ -45,89 +39,6 @@ _SCHEDULES = (
     "forward_backward_pipelining_without_interleaving",
     "forward_backward_pipelining_with_interleaving",
 )
-
-
-class ExpertBalancer(experts.ExpertBalancer):
-    """Replicates the hot experts of a finished model. Construct it on all ranks together, before the first step.
-
-    Replicas are used only while a training schedule of `Balancers` runs. Evaluation, log-probabilities and the export
-    of weights see the plain model.
-
-    chunks: the model chunks of this rank, each in `DistributedDataParallel`.
-    config: settings such as `replica_slots` and `min_gain`; None for the defaults.
-    job: sizes and timeout of the run. None: one sample a micro-batch, of the longest sequence that the model takes, and
-        10 minutes.
-    cluster: hardware speeds for the cost model. None: placements only balance tokens; transfers have no cost.
-    report: called on one rank of each expert-parallel group for each event, with a function that returns the event.
-
-    Raises ValueError for a model that cannot be balanced. Raises ReplicaMemoryError on all ranks if the replica slots
-    do not fit in memory.
-    """
-
-    def __init__(
-        self,
-        chunks: Sequence[torch.nn.Module],
-        config: ExpertConfig | None = None,
-        *,
-        job: Job | None = None,
-        cluster: Cluster | None = None,
-        report: Callable[[Callable[[], dict[str, Any]]], None] | None = None,
-    ) -> None:
-        check_model("ExpertBalancer", chunks)
-        config = _slots(config or ExpertConfig(enabled=True), get_model_config(chunks[0]))
-        super().__init__(job or _job(chunks), config, cluster, report)
-        self._exchanged = balance_layers(chunks, self.config.replica_slots)
-        if not any(gather_objects(bool(self._exchanged), dist.group.WORLD)):  # some stages may have none
-            raise ValueError("no MoE layer of the model is megatron.core's own MoELayer; drop the ExpertBalancer")
-        self.attach(list(chunks))
-        model = get_model_config(chunks[0])
-        if model.grad_sync_func is not None:  # still refers to the functions that `attach` has wrapped
-            functions = [chunk.start_grad_sync for chunk in chunks]
-            model.grad_sync_func = functions if isinstance(model.grad_sync_func, list) else functions[0]
-        mark_model("ExpertBalancer", chunks)
-
-    @property
-    def chunks(self) -> list[torch.nn.Module]:
-        """The balanced model chunks of this rank."""
-        return self._model
-
-    def release(self) -> None:
-        """Free the memory of replica slots until `restore`, for an offload or a rollout. All ranks call it together."""
-        for chunk in self._chunk_at.values():
-            chunk.take_off()
-        self._chunk_at = {}
-
-    def restore(self) -> None:
-        """Allocate the slots again, with the placements from before `release`. All ranks call it together."""
-        self.layers_moved()
-
-    def held(self) -> HeldBytes:
-        use_balanced(self._exchanged)
-        held = super().held()
-        use_plain(self._exchanged)
-        return held
-
-    def layers_moved(self) -> None:
-        use_balanced(self._exchanged)
-        balance_layers(self._model, self.config.replica_slots)  # layers that have arrived are plain
-        self._exchanged = [layer for of_chunk in self._layers_of_model() for layer in of_chunk]
-        super().layers_moved()
-        use_plain(self._exchanged)
-
-    def begin_step(self, iteration: int, config: Any) -> None:
-        if not self._chunk_at and self._exchanged:
-            raise ValueError("the balancer has released its replica slots; call restore() before a training schedule")
-        use_balanced(self._exchanged)
-        super().begin_step(iteration, config)
-
-    def end_step(self) -> None:
-        super().end_step()
-        use_plain(self._exchanged)
-
-    def abandon_schedule(self) -> None:
-        super().abandon_schedule()
-        use_balanced(self._exchanged)  # also those that have not begun
-        use_plain(self._exchanged)
 
 
 class SequenceBalancer(AttentionBalancer):
@@ -403,36 +314,9 @@ class Balancers:
         while self._installed:
             setattr(schedules, *self._installed.pop())
         for balancer in self._balancers:
-            if isinstance(balancer, ExpertBalancer):
-                balancer.release()
-            if isinstance(balancer, SequenceBalancer | LayerBalancer):
+            if isinstance(balancer, ExpertBalancer | SequenceBalancer | LayerBalancer):
                 balancer.close()
             unmark_model(type(balancer).__name__, getattr(balancer, "chunks", ()))
-
-
-def _job(chunks: Sequence[torch.nn.Module]) -> Job:
-    """A run of micro-batches of one sample, the longest that the model takes."""
-    longest = getattr(unwrap_model(chunks)[0], "max_sequence_length", None)
-    if longest is None:
-        raise ValueError("the model does not tell its longest sequence; pass job=Job(seq_length)")
-    return Job(longest)
-
-
-def _slots(config: ExpertConfig, model: Any) -> ExpertConfig:
-    """The settings, with the default number of replica slots capped at the number of experts on other ranks. Raises
-    ValueError if the user asked for more, or if the model has nothing to replicate."""
-    if not model.num_moe_experts:
-        raise ValueError("the model has no experts; drop the ExpertBalancer")
-    ranks = parallel_state.get_expert_model_parallel_world_size()
-    if ranks == 1:
-        raise ValueError("the expert-parallel group is one rank, which has all experts; drop the ExpertBalancer")
-    most = model.num_moe_experts - model.num_moe_experts // ranks
-    if most < config.replica_slots != ExpertConfig().replica_slots:
-        raise ValueError(
-            f"replica_slots={config.replica_slots} is more than there are experts to copy: {model.num_moe_experts} on "
-            f"{ranks} expert-parallel ranks leave {most} on other ranks; use at most {most}"
-        )
-    return dataclasses.replace(config, replica_slots=min(most, config.replica_slots))
 
 
 def _first(model: Any) -> torch.nn.Module:

@@ -120,4 +120,4 @@ def _in_the_place_of_transformer_engines() -> list[str]:
 def test_they_stand_in_for_transformer_engines(pool):
     (built,) = pool.run(1, _in_the_place_of_transformer_engines)
     linears = [f"local_experts.{n}.linear_fc{m}.weight" for n in range(2) for m in (1, 2)]
-    assert built == ["ReplicatedSequentialMLP", *linears]
+    assert built == ["SequentialMLP", *linears]

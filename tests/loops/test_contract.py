@@ -55,12 +55,12 @@ def _train(
     import torch.distributed as dist
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
-    from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
     from balancing.cluster import Cluster
     from balancing.experts.config import ExpertConfig
     from megatron.balanced.experts import planning
+    from megatron.balanced.experts.moe_layer import BalancedMoELayer
     from megatron.balanced.experts.replay import count_routed
     from megatron.balanced.loop import Balancers, ExpertBalancer, SequenceBalancer
     from megatron.balanced.shared.job import Job
@@ -116,7 +116,8 @@ def _train(
         )  # fmt: skip
         found.extend(float(each["loss"]) for each in given)
         found.extend(float(each["log_probabilities"].sum()) for each in given)
-        assert sum(type(module) is MoELayer for module in model.modules()) == 2, "not the plain model"
+        layers = [module for module in model.modules() if isinstance(module, BalancedMoELayer)]
+        assert len(layers) == 2 * balanced and not any(layer.active for layer in layers), "not as the plain model"
         if balanced and not forward_only:
             ended.set()
             experts._planner.wait()

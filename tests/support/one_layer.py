@@ -56,7 +56,7 @@ def _build(layer: Layer) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from megatron.balanced.experts import moe_layer
-    from megatron.balanced.experts.moe_layer import BalancedMoELayer, ReplicatedSequentialMLP
+    from megatron.balanced.experts.exchange import balance_layer
     from tests.support.stand_ins import split_kernels
 
     options: dict[str, Any] = {
@@ -80,14 +80,13 @@ def _build(layer: Layer) -> Any:
     }
     options |= layer.options
     config = TransformerConfig(**options)
-    balanced = layer.slot_expert is not None
-    experts = ReplicatedSequentialMLP if balanced else SequentialMLP
-    moe = partial(BalancedMoELayer, slots=len(layer.slot_expert[0])) if balanced else MoELayer
     if layer.split_on_device:
         moe_layer.is_cpu = lambda: False
         split_kernels.install()
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    built = moe(config, MoESubmodules(experts=partial(experts, submodules=linears)), layer_number=1)
+    built: Any = MoELayer(config, MoESubmodules(experts=partial(SequentialMLP, submodules=linears)), layer_number=1)
+    if layer.slot_expert is not None:
+        balance_layer(built, len(layer.slot_expert[0]))
     for expert, module in zip(built.local_expert_indices, built.experts.local_experts, strict=True):
         random = torch.Generator().manual_seed(expert)
         for parameter in module.parameters():

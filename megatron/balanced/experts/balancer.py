@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import mpu
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper
-from megatron.core.utils import unwrap_model
+from megatron.core.utils import get_model_config, unwrap_model
 
 from balancing.cluster import Cluster
 from balancing.experts.config import ExpertConfig
@@ -25,6 +25,7 @@ from balancing.experts.engine.slots import ReplicaSlots
 from balancing.launch import detect_launch
 from megatron.balanced.cpu.device import is_cpu
 from megatron.balanced.experts.events import LayerMilliseconds, layer_event
+from megatron.balanced.experts.exchange import balance_layers, restore_layers
 from megatron.balanced.experts.gradients import ExpertChunk
 from megatron.balanced.experts.graphs import captures_iterations, check_kernels, graph_of_iterations
 from megatron.balanced.experts.moe_layer import BalancedMoELayer, place_layers
@@ -38,10 +39,10 @@ from megatron.balanced.experts.planning import (
 from megatron.balanced.experts.quantized_weights import copied_bytes, weight_format
 from megatron.balanced.experts.replay import check_loads, gather_loads
 from megatron.balanced.experts.te_grouped_mlp import home_parameters
-from megatron.balanced.shared import callbacks
 from megatron.balanced.shared.callbacks import HeldBytes, StepCallback, trained
 from megatron.balanced.shared.job import Job
 from megatron.balanced.shared.micro_batches import get_num_microbatches
+from megatron.balanced.shared.model_checks import check_model, mark_model, unmark_model
 from megatron.balanced.shared.optimizer_state import state_bytes
 from megatron.balanced.shared.process_groups import cluster_of, duplicate_group, gather_objects
 
@@ -53,67 +54,98 @@ class ReplicaMemoryError(ValueError):
 
 
 class ExpertBalancer(StepCallback):
-    """One on each rank. All ranks of an expert-parallel group make the same plans.
+    """Replicates the hot experts of a finished model. Construct it on all ranks together, before the first step.
 
-    job: sizes and timeout of the run.
-    config: settings of this balancer.
-    machine: hardware speeds for the cost model. None: placements only balance tokens.
-    report: called on one rank of each expert-parallel group for each event of a step, with a function that returns the
-        event; None for no events.
+    Replicas are used only while a training schedule of `Balancers` runs. Evaluation, log-probabilities and the export
+    of weights see Megatron-LM's own layers. All ranks of an expert-parallel group make the same plans.
+
+    chunks: the model chunks of this rank, each in `DistributedDataParallel`.
+    config: settings such as `replica_slots` and `min_gain`; None for the defaults.
+    job: sizes and timeout of the run. None: one sample a micro-batch, of the longest sequence that the model takes, and
+        10 minutes.
+    cluster: hardware speeds for the cost model. None: placements only balance tokens; transfers have no cost.
+    report: called on one rank of each expert-parallel group for each event, with a function that returns the event.
+    reserved: bytes of device memory that the loop has not allocated yet, beside the optimizer.
+
+    Raises ValueError for a model that cannot be balanced. Raises ReplicaMemoryError on all ranks of the job if the
+    slots do not fit into the memory of some rank.
     """
 
     def __init__(
         self,
-        job: Job,
-        config: ExpertConfig,
-        machine: Cluster | None,
-        report: Callable[[Callable[[], dict[str, Any]]], None] | None,
+        chunks: Sequence[torch.nn.Module],
+        config: ExpertConfig | None = None,
+        *,
+        job: Job | None = None,
+        cluster: Cluster | None = None,
+        report: Callable[[Callable[[], dict[str, Any]]], None] | None = None,
+        reserved: float = 0.0,
     ) -> None:
-        self.config, self._job, self._machine, self._report = config, job, machine, report
-        self._model: list[torch.nn.Module] = []
-        self._process_group: Any = None
-        self._hosts: Any = None  # the same ranks on gloo
-        self._chunk_at: dict[int, ExpertChunk] = {}  # position of a model chunk with experts -> its slots
-        self._cluster: Cluster  # of the expert-parallel group, set with the planner when the model is attached
-        self._planner: ReplicaPlanner
-        self._shared = self._attached = False
+        self._job = job or _job(chunks)
+        check_model("ExpertBalancer", chunks, recaptures=self._job.recaptures)
+        self._model_config = get_model_config(chunks[0])
+        self.config = _slots(config or ExpertConfig(enabled=True), self._model_config)
+        self.chunks, self._machine, self._report, self._reserved = list(chunks), cluster, report, reserved
+        self._layers_of_chunks = [balance_layers([chunk], self.config.replica_slots) for chunk in self.chunks]
+        if not any(gather_objects(any(self._layers_of_chunks), dist.group.WORLD)):  # some stages may have none
+            raise ValueError("no MoE layer of the model is megatron.core's own MoELayer; drop the ExpertBalancer")
         self._iteration = 0
         self._plans: dict[BalancedMoELayer, LayerPlan] = {}  # of the layers on this rank
         self._known: list[torch.Tensor] | None = None  # loads of the next schedule, if `will_route` got them
-        self._model_config: Any = None
         self._finalize: Callable | None = None
-        self._captures = False  # whether one graph holds all passes of an iteration
         self._first = 0  # the first iteration of the run
         self._graph: FullCudaGraphWrapper | None = None  # of whole iterations
-
-    def attach(self, chunks: list[torch.nn.Module]) -> None:
-        """Allocate the slots of a model that is complete and wrapped.
-
-        Raises ReplicaMemoryError on all ranks of the job if the slots do not fit into the memory of some rank.
-        """
-        self._model, self._model_config, minutes = chunks, chunks[0].config, self._job.timeout_minutes
-        self._captures = captures_iterations(self._model_config)
+        self._chunk_at: dict[int, ExpertChunk] = {}  # position of a model chunk with experts -> its slots
+        minutes = self._job.timeout_minutes
+        self._captures = captures_iterations(self._model_config)  # one graph holds all passes of an iteration
         self._process_group = duplicate_group(mpu.get_expert_model_parallel_group(), minutes)
-        self._hosts = duplicate_group(mpu.get_expert_model_parallel_group(), minutes, on_host=True)
+        self._hosts = duplicate_group(mpu.get_expert_model_parallel_group(), minutes, on_host=True)  # the same on gloo
         self._cluster = cluster_of(dist.get_process_group_ranks(self._process_group), self._machine)
-        self._shared = self._agree_on_mode([layers for layers in self._layers_of_model() if layers])
-        config = self.config
+        self._shared = self._agree_on_mode([layers for layers in self._layers_of_chunks if layers])
+        planned = self.config
         if self._captures:  # then loads are only submitted when a plan is due
-            config = dataclasses.replace(config, plan_interval=1)
-        model = self._model_config
-        self._planner = ReplicaPlanner(self._job, model, config, self._machine, self._cluster, self._shared)
-        for position, ddp in enumerate(chunks):
+            planned = dataclasses.replace(planned, plan_interval=1)
+        self._planner = ReplicaPlanner(
+            self._job, self._model_config, planned, self._machine, self._cluster, self._shared
+        )
+        for position, ddp in enumerate(self.chunks):
             if ddp.ddp_config.overlap_grad_reduce:
                 ddp.start_grad_sync = self._after_backward(position, ddp.start_grad_sync)
-        self.layers_moved()
+        if self._model_config.grad_sync_func is not None:  # still refers to the functions from before
+            functions = [chunk.start_grad_sync for chunk in self.chunks]
+            several = isinstance(self._model_config.grad_sync_func, list)
+            self._model_config.grad_sync_func = functions if several else functions[0]
+        self._allocate(arrived=False)
         if self._captures:
             check_kernels(self._layers())
-        self._attached = True
+        self._use_replicas(False)
+        mark_model("ExpertBalancer", chunks)
+
+    def release(self) -> None:
+        """Free the memory of replica slots until `restore`, for an offload or a rollout. All ranks call it together."""
+        for chunk in self._chunk_at.values():
+            chunk.take_off()
+        self._chunk_at = {}
+
+    def restore(self) -> None:
+        """Allocate the slots again, with the placements from before `release`. All ranks call it together."""
+        self.layers_moved()
+
+    def close(self) -> None:
+        """Free the slots. The layers are Megatron-LM's own from now on."""
+        self.release()
+        for layers in self._layers_of_chunks:
+            restore_layers(layers)
+        unmark_model("ExpertBalancer", self.chunks)
+
+    def _use_replicas(self, active: bool) -> None:
+        self._active = active
+        for layers in self._layers_of_chunks:
+            for layer in layers:
+                layer.active = active
 
     def held(self) -> HeldBytes:
-        if not self._attached:
-            return HeldBytes()
-        chunks = [layers for layers in self._layers_of_model() if layers]
+        chunks = [layers for layers in self._layers_of_chunks if layers]
         if self._shared:
             return HeldBytes(buffers=sum(self._slot_bytes(layers, True) for layers in chunks))
         of_layers = {layer.index: self._slot_bytes([layer], False) for layers in chunks for layer in layers}
@@ -150,28 +182,35 @@ class ExpertBalancer(StepCallback):
         return start
 
     def layers_moved(self) -> None:
-        """Allocate the slots of the layers on this rank. Called again between two steps when layers have moved or have
+        """Allocate the slots of the layers on this rank anew. Called between two steps when layers have moved or have
         been wrapped again. Layers that stay keep their placement and history; layers that arrive start without."""
+        for chunk in self.chunks:
+            balance_layers([chunk], self.config.replica_slots)  # layers that have arrived are plain
+        models = unwrap_model(self.chunks)
+        self._layers_of_chunks = [
+            [module for module in model.modules() if isinstance(module, BalancedMoELayer)] for model in models
+        ]
+        self._allocate(arrived=True)
+        self._use_replicas(self._active)
+
+    def _allocate(self, *, arrived: bool) -> None:
+        """Allocate slots. arrived: whether layers without a plan have moved here."""
         for chunk in self._chunk_at.values():
             chunk.close()
-        before, moved, self._plans, self._chunk_at = self._plans, self._attached, {}, {}
-        for position, (ddp, layers) in enumerate(zip(self._model, self._layers_of_model(), strict=True)):
+        before, self._plans, self._chunk_at = self._plans, {}, {}
+        for position, (ddp, layers) in enumerate(zip(self.chunks, self._layers_of_chunks, strict=True)):
             if layers:
                 self._chunk_at[position] = chunk = self._chunk(ddp, layers)
                 for layer in layers:
                     if layer not in before:
                         layer.set_topology(self._cluster.ranks_per_node, self._cluster.nics_per_node)
-                        before[layer] = LayerPlan(layer.without_replicas, arrived=moved)
+                        before[layer] = LayerPlan(layer.without_replicas, arrived=arrived)
                     self._plans[layer] = before[layer]
                     layer.routed = partial(self._submit, chunk, layer)
 
     def _chunk(self, ddp: torch.nn.Module, layers: list[BalancedMoELayer]) -> ExpertChunk:
         share = expert_share(self._job, self._model_config, layers)
         return ExpertChunk(ddp, layers, self._process_group, self._shared, share)
-
-    def _layers_of_model(self) -> list[list[BalancedMoELayer]]:
-        models = unwrap_model(self._model)
-        return [[module for module in model.modules() if isinstance(module, BalancedMoELayer)] for model in models]
 
     def _agree_on_mode(self, chunks: list[list[BalancedMoELayer]]) -> bool:
         """Whether layers share slots. All ranks agree; the rank with the least free memory decides.
@@ -184,12 +223,11 @@ class ExpertBalancer(StepCallback):
         if is_cpu():
             free //= detect_launch().ranks_per_node  # ranks share the memory of their node
         # The optimizer is allocated after the slots.
-        for ddp in self._model:
+        for ddp in self.chunks:
             for p in ddp.parameters():
                 of_expert = not getattr(p, "allreduce", True)
                 free -= round(p.numel() * state_bytes(ddp, p.dtype, of_expert=of_expert)) if p.requires_grad else 0
-        free -= round(sum(callback.held().buffers for callback in callbacks.registered if callback is not self))
-        free = max(0, free)
+        free = max(0, free - round(self._reserved))
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, free)
         shared, error = self._mode(chunks, min(gathered)) if chunks else (False, None)
@@ -231,6 +269,9 @@ class ExpertBalancer(StepCallback):
     # Around a step.
 
     def begin_step(self, iteration: int, config: Any) -> None:
+        if not self._chunk_at and any(self._layers_of_chunks):
+            raise ValueError("the balancer has released its replica slots; call restore() before a training schedule")
+        self._use_replicas(True)
         self._iteration = iteration
         self._end_abandoned()
         if self._planner.adopt():
@@ -286,7 +327,7 @@ class ExpertBalancer(StepCallback):
 
     def _begin_run(self) -> None:
         """Before the passes of an iteration. Transfers that start here are captured in a graph of the iteration."""
-        for ddp in self._model:
+        for ddp in self.chunks:
             if self._captures and ddp.ddp_config.overlap_param_gather:
                 # A validation or a save has gathered parameters already; each replay must gather them.
                 ddp.reset_param_sync_dispatch_state()
@@ -329,6 +370,7 @@ class ExpertBalancer(StepCallback):
                     self._planner.submit(layer, self._plans[layer], layer.loads, self._iteration + 1, overlap)
 
     def abandon_schedule(self) -> None:
+        self._use_replicas(False)
         self._known = None
         if self._model_config.finalize_model_grads_func == self._finalize_gradients:
             self._model_config.finalize_model_grads_func = self._finalize
@@ -336,6 +378,7 @@ class ExpertBalancer(StepCallback):
             chunk.abandon()
 
     def end_step(self) -> None:
+        self._use_replicas(False)
         if self._model_config.cuda_graph_impl != "none":  # a capture may come next, and fails if another thread waits
             self._planner.wait()
         waited_ms = self._planner.take_waited_ms()
@@ -379,3 +422,28 @@ class ExpertBalancer(StepCallback):
 
     def _layers(self) -> list[BalancedMoELayer]:
         return [layer for chunk in self._chunk_at.values() for layer in chunk.layers]
+
+
+def _job(chunks: Sequence[torch.nn.Module]) -> Job:
+    """A run of micro-batches of one sample, the longest that the model takes."""
+    longest = getattr(unwrap_model(chunks)[0], "max_sequence_length", None)
+    if longest is None:
+        raise ValueError("the model does not tell its longest sequence; pass job=Job(seq_length)")
+    return Job(longest)
+
+
+def _slots(config: ExpertConfig, model: Any) -> ExpertConfig:
+    """The settings, with the default number of replica slots capped at the number of experts on other ranks. Raises
+    ValueError if the user asked for more, or if the model has nothing to replicate."""
+    if not model.num_moe_experts:
+        raise ValueError("the model has no experts; drop the ExpertBalancer")
+    ranks = mpu.get_expert_model_parallel_world_size()
+    if ranks == 1:
+        raise ValueError("the expert-parallel group is one rank, which has all experts; drop the ExpertBalancer")
+    most = model.num_moe_experts - model.num_moe_experts // ranks
+    if most < config.replica_slots != ExpertConfig().replica_slots:
+        raise ValueError(
+            f"replica_slots={config.replica_slots} is more than there are experts to copy: {model.num_moe_experts} on "
+            f"{ranks} expert-parallel ranks leave {most} on other ranks; use at most {most}"
+        )
+    return dataclasses.replace(config, replica_slots=min(most, config.replica_slots))

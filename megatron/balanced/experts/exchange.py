@@ -1,4 +1,4 @@
-"""Adds replicas to the MoE layers of a finished model by changing the class of modules, as torch's `fully_shard` does.
+"""Makes the MoE layers of a finished model balanced, by changing the class of modules, as torch's `fully_shard` does.
 
 Parameters keep their names, hooks and sharded state. So data parallelism, optimizers and checkpoints may be made before
 or after.
@@ -15,34 +15,49 @@ from megatron.core.utils import unwrap_model
 from megatron.balanced.experts.moe_layer import BalancedMoELayer, ReplicatedSequentialMLP
 from megatron.balanced.experts.te_grouped_mlp import ReplicatedTEGroupedMLP
 
-__all__ = ["balance_layers", "use_balanced", "use_plain"]
+__all__ = ["balance_layer", "balance_layers", "restore_layers"]
 
 _BALANCED = {SequentialMLP: ReplicatedSequentialMLP, TEGroupedMLP: ReplicatedTEGroupedMLP}
 
 
 def balance_layers(chunks: Iterable[torch.nn.Module], slots: int) -> list[BalancedMoELayer]:
-    """Make the MoE layers of model chunks dispatch to replicas, in `slots` slots a rank. Returns these layers.
+    """Make the plain MoE layers of model chunks dispatch to replicas, in `slots` slots a rank. Returns these layers.
+
+    A layer of multi-token prediction that runs several times in a pass has no replicas.
 
     Raises ValueError for experts that cannot have replicas.
     """
-    layers = [module for model in unwrap_model(list(chunks)) for module in model.modules() if type(module) is MoELayer]
+    modules = [module for model in unwrap_model(list(chunks)) for module in model.modules()]
+    layers = [module for module in modules if type(module) is MoELayer and not _is_repeated(module)]
     for layer in layers:
         if type(layer.experts) not in _BALANCED or not _has_own_linears(layer.experts):
             raise ValueError(
                 f"experts of class {type(layer.experts).__name__} cannot have replicas; use SequentialMLP without "
                 "Transformer Engine, or grouped GEMM with it (moe_grouped_gemm)"
             )
-    use_balanced(layers)
+    return [balance_layer(layer, slots) for layer in layers]
+
+
+def balance_layer(layer: MoELayer, slots: int) -> BalancedMoELayer:
+    """Make one layer of Megatron-LM dispatch to replicas, in `slots` slots a rank."""
+    layer.__class__ = BalancedMoELayer
+    layer.experts.__class__ = _BALANCED.get(type(layer.experts), type(layer.experts))
+    layer.experts.prepare()
+    layer.prepare(slots)
+    return layer
+
+
+def restore_layers(layers: Iterable[BalancedMoELayer]) -> None:
+    """Turn balanced layers into Megatron's own again. Their slots have been closed."""
+    plain = {balanced: own for own, balanced in _BALANCED.items()}
     for layer in layers:
-        layer.prepare(slots)
-        layer._gathers_counts = False  # the dispatcher is not patched, so it gathers counts itself
-        experts = layer.experts
-        experts.ends_after_backward_dw = experts.config.delay_wgrad_compute
-        if isinstance(experts, ReplicatedSequentialMLP):
-            for linear in experts.modules():  # fused accumulation needs gradient buffers, which replicas lack
-                if getattr(linear, "gradient_accumulation_fusion", False):
-                    linear.gradient_accumulation_fusion = False
-    return layers
+        layer.active = False
+        layer.__class__ = MoELayer
+        layer.experts.__class__ = plain[type(layer.experts)]
+
+
+def _is_repeated(layer: MoELayer) -> bool:
+    return bool(layer.is_mtp_layer and getattr(layer.config, "mtp_use_repeated_layer", False))
 
 
 def _has_own_linears(experts: torch.nn.Module) -> bool:
@@ -52,19 +67,3 @@ def _has_own_linears(experts: torch.nn.Module) -> bool:
     own = ColumnParallelLinear, RowParallelLinear
     linears = [getattr(expert, name) for expert in getattr(experts, "local_experts", ()) for name in names]
     return all(isinstance(linear, own) for linear in linears)
-
-
-def use_balanced(layers: Iterable[MoELayer]) -> None:
-    """Make `layers` dispatch to replicas."""
-    for layer in layers:
-        layer.__class__ = BalancedMoELayer
-        layer.experts.__class__ = _BALANCED.get(type(layer.experts), type(layer.experts))
-
-
-def use_plain(layers: Iterable[BalancedMoELayer]) -> None:
-    """Turn `layers` of `balance_layers` into Megatron's own until `use_balanced`. They keep their replica state."""
-    plain = {balanced: own for own, balanced in _BALANCED.items()}
-    for layer in layers:
-        layer.token_dispatcher = layer._logical
-        layer.__class__ = MoELayer
-        layer.experts.__class__ = plain[type(layer.experts)]

@@ -12,8 +12,9 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
+from megatron.core.transformer.moe import token_dispatcher
 
-__all__ = ["known_counts", "with_known_counts"]
+__all__ = ["known_counts", "takes_known_counts", "with_known_counts"]
 
 
 class _Counted(Protocol):
@@ -46,4 +47,10 @@ def with_known_counts(gather: Callable) -> Callable:
             share.counts = gather(input_, *args, **kwargs)
         return share.counts
 
+    gather_from_sequence_parallel_region.takes_known_counts = True  # type: ignore[attr-defined]
     return gather_from_sequence_parallel_region
+
+
+def takes_known_counts() -> bool:
+    """Whether Megatron's dispatchers take known counts. Only the trainer patches them."""
+    return hasattr(token_dispatcher.gather_from_sequence_parallel_region, "takes_known_counts")

@@ -17,13 +17,12 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from balancing.experts.engine.slots import ReplicaSlots
 from balancing.experts.placement import ReplicaPlacement, contiguous_homes
 from balancing.experts.split.placed_split import PlacedSplit, SplitTables, kernels_split, place_all
 from megatron.balanced.cpu.device import is_cpu
-from megatron.balanced.experts.known_counts import known_counts
+from megatron.balanced.experts.known_counts import known_counts, takes_known_counts
 from megatron.balanced.shared.recompute import Replays
 
 __all__ = ["BalancedMoELayer", "ReplicatedSequentialMLP", "place_layers"]
@@ -69,6 +68,7 @@ class ReplicatedSequentialMLP(SequentialMLP):
 
     Parameters and checkpoints are those of Megatron-LM: a slot runs a home expert's module on the replica's weights.
 
+    active: whether replicas are used; see `BalancedMoELayer.active`.
     ends_after_backward_dw: whether `backward_dw` ends a backward pass, after the gradients of inputs have been passed
         on (`--delay-wgrad-compute`).
     when_computed: calls its argument when the weight gradients of a backward pass have been computed.
@@ -76,15 +76,17 @@ class ReplicatedSequentialMLP(SequentialMLP):
 
     slots: ReplicaSlots | None = None  # set when the model is complete; None: no replicas
     position = 0  # among the MoE layers of the model chunk
+    active = True
     when_computed = staticmethod(at_once)
 
-    def __init__(self, num_local_experts: int, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+    def prepare(self) -> None:
+        """Called once, when the experts of a finished model get replicas."""
+        self.ends_after_backward_dw = self.config.delay_wgrad_compute
         # Fused accumulation adds a weight's gradient to its data-parallel buffer, which a replica does not have. So
         # these experts return their gradients to autograd. The rest of the model keeps the fusion.
-        config = copy.copy(config)
-        config.gradient_accumulation_fusion = False
-        super().__init__(num_local_experts, config, *args, **kwargs)
-        self.ends_after_backward_dw = config.delay_wgrad_compute
+        for linear in self.modules():
+            if getattr(linear, "gradient_accumulation_fusion", False):
+                linear.gradient_accumulation_fusion = False
 
     def forward(
         self,
@@ -105,7 +107,7 @@ class ReplicatedSequentialMLP(SequentialMLP):
         counts = tokens_per_expert.tolist()
         homes = self.num_local_experts
         slots, position = self.slots, self.position
-        if slots is None or not self.training:
+        if slots is None or not (self.training and self.active):
             return self._run_homes(permuted_local_hidden_states, counts[:homes], permuted_probs), None
         if not self.ends_after_backward_dw:
             permuted_local_hidden_states = _OnBackward.apply(
@@ -174,14 +176,13 @@ def place_layers(tables: dict["BalancedMoELayer", SplitTables]) -> None:
 
 
 class BalancedMoELayer(MoELayer):
-    """An MoE layer that dispatches to physical experts while there are replicas, and is Megatron's otherwise."""
+    """An MoE layer that dispatches to physical experts while there are replicas, and is Megatron's otherwise.
 
-    def __init__(self, *args: Any, slots: int, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.prepare(slots)
+    `megatron.balanced.experts.exchange` makes one of a layer of Megatron-LM, by changing its class.
+    """
 
     def prepare(self, slots: int) -> None:
-        """Add the attributes that Megatron's layer does not have."""
+        """Add the attributes that Megatron's layer does not have. slots: number of replicas that a rank can hold."""
         self.slots = slots
         self.frozen = False  # runs forward only, without gradients
         width = self.num_local_experts + slots
@@ -205,7 +206,8 @@ class BalancedMoELayer(MoELayer):
             self._physical.dispatch_postprocess = self._hides_empty_slots(self._physical.dispatch_postprocess)
         # Megatron-LM's dispatcher gathers counts of what each rank sends, unless padding comes in between.
         self._gathers_counts = (
-            isinstance(self._logical, MoEAlltoAllTokenDispatcher)
+            takes_known_counts()
+            and isinstance(self._logical, MoEAlltoAllTokenDispatcher)
             and not self.config.moe_router_padding_for_quantization
             and self._logical.tp_ep_group.size() > 1
         )
@@ -218,6 +220,17 @@ class BalancedMoELayer(MoELayer):
         self.device: torch.device | None = None if is_cpu() else torch.device("cuda", torch.cuda.current_device())
         self._in_use: _Share | None = None  # of the pass in progress
         self.set_topology(0, 0)
+
+    @property
+    def active(self) -> bool:
+        """Whether training passes use replicas. Otherwise the layer computes as Megatron-LM's own does."""
+        return self.experts.active
+
+    @active.setter
+    def active(self, active: bool) -> None:
+        self.experts.active = active
+        if not active:
+            self.token_dispatcher = self._logical
 
     @property
     def index(self) -> int:
@@ -254,7 +267,7 @@ class BalancedMoELayer(MoELayer):
 
     def preprocess(self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor) -> Any:
         dispatched, *rest = self._preprocess(hidden_states, probs, routing_map)
-        if self.training:
+        if self.training and self.active:
             # The token all-to-all comes next; in a backward pass it has just ended.
             dispatched = _OnBackward.apply(dispatched, self._begin_compute)
         return dispatched, *rest
@@ -264,7 +277,7 @@ class BalancedMoELayer(MoELayer):
             self.experts.slots.begin_compute()
 
     def _preprocess(self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor) -> Any:
-        if not self.training:
+        if not (self.training and self.active):
             self.token_dispatcher, self._in_use = self._logical, None
             if self._fixed_experts:
                 probs, routing_map = self._with_empty_slots(probs, routing_map)
@@ -390,7 +403,7 @@ class BalancedMoELayer(MoELayer):
             dispatcher.reversed_local_input_permutation_mapping = token[order]
             output = output.index_select(0, order)
         output = super().postprocess(output, shared_expert_output)
-        if self.training:
+        if self.training and self.active:
             self._begin_compute()
         return output
 

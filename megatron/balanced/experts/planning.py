@@ -200,8 +200,6 @@ class ReplicaPlanner:
                 "first": overlap.first,
                 "micro_batches": served,
             }
-        # Read only attributes of the layer. After a step, a layer of another loop has Megatron's class, not our
-        # methods.
         alone, config = layer.without_replicas, self._config
         plan = plan_with_gain if self._worker is None else partial(self._worker.call, plan_with_gain)
         placement = plan(

@@ -43,18 +43,19 @@ def _twin[Module: torch.nn.Module](module: Module, **changes: Any) -> Module:
 class ReplicatedTEGroupedMLP(TEGroupedMLP):
     """Transformer Engine's grouped experts, followed by the replicas in the slots.
 
-    ends_after_backward_dw, when_computed: as in `ReplicatedSequentialMLP`.
+    active, ends_after_backward_dw, when_computed: as in `ReplicatedSequentialMLP`.
     """
 
     slots: ReplicaSlots | None = None  # set when the model is complete; None: no replicas
     position = 0  # among the MoE layers of the model chunk
+    active = True
     when_computed = staticmethod(at_once)
 
     _bound: ReplicaSlots | None = None  # the slots that are weights of the module in `_physical`
     _physical: tuple[TEGroupedMLP] | None = None  # homes and slots; in a tuple, so that it is no submodule
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def prepare(self) -> None:
+        """Called once, when the experts of a finished model get replicas."""
         self.ends_after_backward_dw = self.config.delay_wgrad_compute
 
     def forward(
@@ -72,7 +73,7 @@ class ReplicatedTEGroupedMLP(TEGroupedMLP):
         buffers: of dispatchers that read and write the experts' tensors in place; see `TEGroupedMLP.forward`.
         """
         slots, position, hidden = self.slots, self.position, permuted_local_hidden_states
-        if slots is None or not self.training:
+        if slots is None or not (self.training and self.active):
             return super().forward(hidden, tokens_per_expert, permuted_probs, *buffers)
         # A backward pass reaches the output before the experts, and `hidden` after them.
         if not self.ends_after_backward_dw:

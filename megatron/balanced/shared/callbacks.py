@@ -113,7 +113,8 @@ class Trained(NamedTuple):
     losses: Mapping[str, Any] = MappingProxyType({})
 
 
-registered: list[StepCallback] = []  # of the run in progress
+# Of the run in progress. Until the model is there, a function that makes one of the model stands for it.
+registered: list[Any] = []
 _trained: list[Trained] = []
 _schedule: list[Callable] = []
 
@@ -129,9 +130,13 @@ def trained() -> Trained:
 
 
 def attach(chunks: list[Any]) -> list[Any]:
-    """Attach all callbacks to a model. Returns `chunks`, as Megatron's model hooks must."""
-    for callback in registered:
-        callback.attach(chunks)
+    """Attach all callbacks to a model, and make those that take a finished one. Returns `chunks`, as Megatron's model
+    hooks must."""
+    for number, callback in enumerate(registered):
+        if isinstance(callback, StepCallback):
+            callback.attach(chunks)
+        else:
+            registered[number] = callback(chunks)
     return chunks
 
 

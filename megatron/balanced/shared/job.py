@@ -12,8 +12,10 @@ class Job:
     seq_length: tokens of a sample.
     micro_batch_size: samples of a micro-batch.
     timeout_minutes: of collectives.
+    recaptures: whether the loop captures CUDA graphs again after a plan has changed.
     """
 
     seq_length: int
     micro_batch_size: int = 1
     timeout_minutes: float = 10.0
+    recaptures: bool = False

@@ -20,7 +20,7 @@ __all__ = ["check_configs", "check_model", "mark_model", "unmark_model"]
 
 _CAPTURED = "a captured graph repeats the plain model"
 _OWN = "with it Megatron-LM balances experts itself"
-# Replace the table's rows about CUDA graphs, since only `pretrain_gpt.py` captures them again.
+# Replace the table's rows about CUDA graphs where the loop does not capture them again.
 _GRAPHS = (
     Incompatible("cuda_graph_impl", ("none", None), (), _CAPTURED, "use none"),
     Incompatible("enable_cuda_graph", (None,), (), _CAPTURED),
@@ -40,9 +40,15 @@ _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
 _MARK = "balanced_by"  # attribute of a model chunk: class names of its balancers
 
 
-def check_model(kind: str, chunks: Sequence[torch.nn.Module], optimizer: Any = None) -> None:
+def check_model(
+    kind: str, chunks: Sequence[torch.nn.Module], optimizer: Any = None, *, recaptures: bool = False
+) -> None:
     """Raise ValueError if a balancer of class `kind` does not support the model chunks. The message is one line, with
-    the way out. optimizer: of the model, if the balancer needs it."""
+    the way out.
+
+    optimizer: of the model, if the balancer needs it.
+    recaptures: as in `Job`.
+    """
     for chunk in chunks:
         _check_wrapped(chunk)
         if kind in vars(chunk).get(_MARK, ()):
@@ -50,8 +56,10 @@ def check_model(kind: str, chunks: Sequence[torch.nn.Module], optimizer: Any = N
                 f"the model has a balancer of class {kind} already; close() its Balancers before another one"
             )
     _check_groups(chunks)
-    check_configs(kind, get_model_config(chunks[0]), chunks[0].ddp_config, getattr(optimizer, "config", None))
-    for chunk in chunks:
+    of_optimizer = getattr(optimizer, "config", None)
+    configs = get_model_config(chunks[0]), chunks[0].ddp_config, of_optimizer
+    check_configs(kind, *configs, recaptures=recaptures)
+    for chunk in [] if recaptures else chunks:
         for module in chunk.modules():
             if getattr(module, "cuda_graphs", None) or hasattr(module, "cudagraph_manager"):
                 raise ValueError(
@@ -113,9 +121,10 @@ def _check_groups(chunks: Sequence[torch.nn.Module]) -> None:
                 )
 
 
-def check_configs(kind: str, *configs: Any) -> None:
-    """Raise ValueError for a value in `configs` that a balancer of class `kind` does not support. A config may be
-    None."""
+def check_configs(kind: str, *configs: Any, recaptures: bool = False) -> None:
+    """Raise ValueError for a value in `configs` that a balancer of class `kind` does not support. A config may be None.
+    recaptures: as in `Job`."""
+    graphs = () if recaptures else _GRAPHS
     known: dict[str, Any] = {}
     for config in configs:
         known |= {} if config is None else vars(config)
@@ -124,9 +133,9 @@ def check_configs(kind: str, *configs: Any) -> None:
     }
     if not known.get("fp8"):
         known.pop("fp8_recipe", None)
-    replaced = {row.flag for row in _GRAPHS}
+    replaced = {row.flag for row in graphs}
     rows = [row for row in refused(known, _FEATURES.get(kind, ())) if row.flag not in replaced]
-    rows += [row for row in (*_GRAPHS, *(_OF_EXPERTS if kind == "ExpertBalancer" else ())) if row.refuses(known)]
+    rows += [row for row in (*graphs, *(_OF_EXPERTS if kind == "ExpertBalancer" else ())) if row.refuses(known)]
     if rows:
         row = rows[0]
         instead = re.sub(r"--[a-z0-9-]+", lambda flag: flag[0][2:].replace("-", "_"), row.instead)

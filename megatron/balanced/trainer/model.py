@@ -20,8 +20,7 @@ from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.mlp import MLPSubmodules
-from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
-from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_latent_attention import FusedMLASelfAttention, MLASelfAttention
@@ -38,8 +37,6 @@ from megatron.training.models.hybrid import HybridModelConfig
 from balancing.experts.config import ExpertConfig
 from balancing.sequences.config import SequenceConfig
 from megatron.balanced.cpu.device import is_cpu
-from megatron.balanced.experts.moe_layer import BalancedMoELayer, ReplicatedSequentialMLP
-from megatron.balanced.experts.te_grouped_mlp import ReplicatedTEGroupedMLP
 from megatron.balanced.local.hybrid_stack import local_stack_spec
 from megatron.balanced.local.latent_attention import LatentDotProductAttention, LatentSelfAttention
 from megatron.balanced.local.mamba import ScannedMambaMixer
@@ -113,11 +110,11 @@ class LayerSpecs:
         _fill_in(spec, self._of_prediction)
 
 
-def _on_own_linears(*args: Any, submodules: Any, **kwargs: Any) -> ReplicatedSequentialMLP:
+def _on_own_linears(*args: Any, submodules: Any, **kwargs: Any) -> SequentialMLP:
     """Sequential experts made of Megatron's own linear layers, whatever the spec has. A replica runs the modules of a
     home expert with other weights, and modules of Transformer Engine do not allow that."""
     own = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    return ReplicatedSequentialMLP(*args, submodules=own, **kwargs)
+    return SequentialMLP(*args, submodules=own, **kwargs)
 
 
 def _core_attention(args: argparse.Namespace) -> type:
@@ -160,12 +157,8 @@ def _replacements(
     elif packs_samples_of_losses(args) and args.sequence_parallel and not sequences.enabled:
         fitting[TopKRouter] = partial(PackedRouter, tokens_per_sample=args.seq_length)
     replicated: dict[Any, Any] = {}
-    if experts.enabled:
-        replicated[MoELayer] = partial(BalancedMoELayer, slots=experts.replica_slots)
-        replicated[SequentialMLP] = ReplicatedSequentialMLP
-        if args.transformer_impl != "local":
-            replicated[SequentialMLP] = _on_own_linears
-            replicated[TEGroupedMLP] = ReplicatedTEGroupedMLP
+    if experts.enabled and args.transformer_impl != "local":
+        replicated[SequentialMLP] = _on_own_linears
     # A layer of prediction that runs several times has no replicas.
     of_prediction = fitting if args.mtp_use_repeated_layer else fitting | replicated
     return fitting | replicated, of_prediction

@@ -17,6 +17,8 @@ from megatron.training.models.base import ModelConfig
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import print_rank_0
 
+from balancing.cluster import Cluster
+from balancing.experts.config import ExpertConfig
 from balancing.pipeline.pattern import read_pattern
 from balancing.run_lock import one_run
 from megatron.balanced.experts.balancer import ExpertBalancer, ReplicaMemoryError
@@ -119,8 +121,8 @@ def _features(
     """The callbacks of the features that are on, of the model's extension and of the caller, in the order in which
     their steps begin; the provider of datasets; the forward step."""
     cluster = cluster_from_flags(config, args.world_size)
-    job = Job(args.seq_length, args.micro_batch_size, args.distributed_timeout_minutes)
-    features: list[StepCallback] = []
+    job = Job(args.seq_length, args.micro_batch_size, args.distributed_timeout_minutes, recaptures=True)
+    features: list[StepCallback | Callable] = []
     observer = sequences = None
     if config.balance_report is not None or config.layers.enabled:
         observer = _observer(args, config)
@@ -142,7 +144,7 @@ def _features(
         features.append(sequences)
         model.pre_wrap_hooks.append(sequences.before_wrapping)
     if config.experts.enabled:
-        features.append(ExpertBalancer(job, config.experts, cluster, note))
+        features.append(partial(_expert_balancer, config.experts, job, cluster, note))
     if config.layers.enabled:
         assert observer is not None
         loop = training_loop(args, model, fills=config.fill_with_weight_gradients)
@@ -166,6 +168,13 @@ def _features(
         forward = _say_first(note, forward)  # type: ignore[assignment]
     features += of_caller
     return features, datasets if sequences is None else sequences.datasets(datasets), forward
+
+
+def _expert_balancer(
+    config: ExpertConfig, job: Job, cluster: Cluster | None, note: Callable | None, chunks: list[Any]
+) -> ExpertBalancer:
+    reserved = sum(callback.held().buffers for callback in registered if isinstance(callback, StepCallback))
+    return ExpertBalancer(chunks, config, job=job, cluster=cluster, report=note, reserved=reserved)
 
 
 def _batches(args: argparse.Namespace, config: BalanceConfig, job: Job, model: ModelConfig) -> Batches:
