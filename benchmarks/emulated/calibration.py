@@ -1,6 +1,6 @@
 """Calibration of the emulated cluster: measured times against computed ones.
 
-    python -m benchmarks.emulated.calibration [--quick] [--json FILE] [--figure FILE.svg]
+    python -m benchmarks.emulated.calibration [--quick] [--json FILE] [--figure FILE.png]
 
 - Megatron's own 1F1B schedule over gloo with paced stages, all equal: (m + P - 1) t. Within 5 %.
 - The same with one stage twice as slow, and the interleaved schedule with unequal chunks: the exact simulation of

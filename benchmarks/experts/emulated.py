@@ -1,6 +1,6 @@
 """Step time with hot experts on an emulated cluster, by planner, against forced balance.
 
-    python -m benchmarks.experts.emulated [--quick] [--trace FILE] [--ranks 8|16] [--json FILE] [--figure FILE.svg]
+    python -m benchmarks.experts.emulated [--quick] [--trace FILE] [--ranks 8|16] [--json FILE] [--figure FILE.png]
     python -m benchmarks.experts.emulated --ranks 16 --micro-batches 8     # beyond even routing
 
 Each step has four layers of attention and experts and four micro-batches (--micro-batches: that many, with few

@@ -1,6 +1,6 @@
 """Figure of the imbalance by planner, from the rows that `benchmarks.experts.plans --json FILE` writes.
 
-python -m benchmarks.experts.figure ROWS.json docs/figures/experts.svg
+python -m benchmarks.experts.figure ROWS.json docs/figures/experts.png
 """
 
 import json
@@ -51,7 +51,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     if len(sys.argv) != 3:
-        raise SystemExit("usage: python -m benchmarks.experts.figure ROWS.json FIGURE.svg")
+        raise SystemExit("usage: python -m benchmarks.experts.figure ROWS.json FIGURE.png")
     draw(json.loads(Path(sys.argv[1]).read_text())["rows"], Path(sys.argv[2]))
 
 

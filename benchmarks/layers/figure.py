@@ -1,6 +1,6 @@
 """Figure of speedups over equal numbers of layers, from the rows of `benchmarks.layers.plans --json FILE`.
 
-python -m benchmarks.layers.figure ROWS.json docs/figures/layers.svg
+python -m benchmarks.layers.figure ROWS.json docs/figures/layers.png
 """
 
 import json
@@ -75,7 +75,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     if len(sys.argv) != 3:
-        raise SystemExit("usage: python -m benchmarks.layers.figure ROWS.json FIGURE.svg")
+        raise SystemExit("usage: python -m benchmarks.layers.figure ROWS.json FIGURE.png")
     draw(json.loads(Path(sys.argv[1]).read_text())["rows"], Path(sys.argv[2]))
 
 

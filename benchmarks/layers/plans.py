@@ -1,6 +1,6 @@
 """Gain and cost of planners of layers during the training of six kinds of dynamic models.
 
-    python -m benchmarks.layers.plans [--quick] [--json FILE] [--figure FILE.svg]
+    python -m benchmarks.layers.plans [--quick] [--json FILE] [--figure FILE.png]
     python -m benchmarks.layers.plans --trace benchmarks/traces/*.npz
 
 - Training: a run of each of DynMo's six cases on 8 stages, 32 and 48 layers, 32 micro-batches, 4000 iterations of which

@@ -1,6 +1,6 @@
 """Step time with documents of very different length, by method and beside the physical limit; emulated.
 
-    python -m benchmarks.sequences.emulated [--quick] [--cluster "2 x 8"|"4 x 4"] [--json FILE] [--figure FILE.svg]
+    python -m benchmarks.sequences.emulated [--quick] [--cluster "2 x 8"|"4 x 4"] [--json FILE] [--figure FILE.png]
 
 One layer, forward and backward, of one micro-batch with 4k tokens a rank (Zeppelin's regime), on 16 processes of an
 emulated cluster with fewer NICs than ranks. Keys, values, gradients and remapped tokens really move, through

@@ -1,6 +1,6 @@
 """Draws the imbalance that each planner leaves, from the rows of `benchmarks.sequences.plans --json FILE`.
 
-python -m benchmarks.sequences.figure ROWS.json docs/figures/sequences.svg
+python -m benchmarks.sequences.figure ROWS.json docs/figures/sequences.png
 """
 
 import json
@@ -64,7 +64,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     if len(sys.argv) != 3:
-        raise SystemExit("usage: python -m benchmarks.sequences.figure ROWS.json FIGURE.svg")
+        raise SystemExit("usage: python -m benchmarks.sequences.figure ROWS.json FIGURE.png")
     draw(json.loads(Path(sys.argv[1]).read_text())["rows"], Path(sys.argv[2]))
 
 

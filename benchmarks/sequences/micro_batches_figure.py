@@ -1,6 +1,6 @@
 """Draws the pipeline step of each method, from the rows of `benchmarks.sequences.micro_batches --json FILE`.
 
-python -m benchmarks.sequences.micro_batches_figure ROWS.json docs/figures/micro_batches.svg
+python -m benchmarks.sequences.micro_batches_figure ROWS.json docs/figures/micro_batches.png
 """
 
 import json
@@ -80,7 +80,7 @@ def draw(rows: list[dict[str, Any]], case: str, path: Path) -> None:
 
 def main() -> None:
     if len(sys.argv) != 3:
-        raise SystemExit("usage: python -m benchmarks.sequences.micro_batches_figure ROWS.json FIGURE.svg")
+        raise SystemExit("usage: python -m benchmarks.sequences.micro_batches_figure ROWS.json FIGURE.png")
     draw(json.loads(Path(sys.argv[1]).read_text())["rows"], "8 samples, 8 micro-batches", Path(sys.argv[2]))
 
 
