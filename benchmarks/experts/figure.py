@@ -10,7 +10,7 @@ from typing import Any
 
 import matplotlib
 
-matplotlib.use("svg")
+matplotlib.use("agg")
 import matplotlib.pyplot as plt
 
 from benchmarks.figure_file import save_figure
