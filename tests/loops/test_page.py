@@ -197,6 +197,8 @@ def test_python_of_the_page_names_what_there_is():
             if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith(("megatron.b", "balancing")):
                 tree = ast.parse(Path(_file(node.module)).read_text())
                 names = {getattr(each, "name", None) for each in tree.body}
+                imported = [each for each in tree.body if isinstance(each, ast.ImportFrom)]
+                names |= {alias.name for each in imported for alias in each.names}
                 assert {alias.name for alias in node.names} <= names, node.module
 
 
