@@ -5,9 +5,8 @@ balancing also needs `Balancers.after_step` after each optimizer step. Nothing e
 `examples/plain_loop.py` is an example.
 """
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,7 +25,7 @@ from megatron.balanced.layers.loop import TrainingLoop
 from megatron.balanced.layers.source import LayerSource
 from megatron.balanced.observe.observer import Observer
 from megatron.balanced.sequences.in_place import AttentionBalancer
-from megatron.balanced.shared.callbacks import StepCallback
+from megatron.balanced.shared.callbacks import Callbacks, StepCallback
 from megatron.balanced.shared.counters import keep_counters_exact
 from megatron.balanced.shared.job import Job
 from megatron.balanced.shared.micro_batches import get_num_microbatches, schedule_of
@@ -230,7 +229,7 @@ class Balancers:
         kinds = [type(balancer) for balancer in balancers]
         if len({*kinds}) < len(kinds):
             raise ValueError(f"{kinds[0].__name__} is given twice; a model has one balancer of a kind")
-        self._balancers, self._before = balancers, before
+        self._balancers, self._before = Callbacks(balancers), before
         chunks = [chunk for balancer in balancers for chunk in getattr(balancer, "chunks", ())]
         self._chunks = set(map(id, chunks))
         for chunk in chunks:
@@ -250,31 +249,14 @@ class Balancers:
                 return forward_backward_func(*args, **kwargs)
             if self._before is not None:
                 self._before(kwargs)
-            with schedule_of(kwargs["num_microbatches"]), self._abandons():
-                config = get_model_config(_first(kwargs["model"]))
-                for balancer in self._balancers:
-                    balancer.begin_step(self._schedules, config)
-                for balancer in self._balancers:
-                    balancer.begin_schedule()
-                result = forward_backward_func(*args, **kwargs)
-                for balancer in reversed(self._balancers):
-                    balancer.end_schedule()
-                for balancer in reversed(self._balancers):
-                    balancer.end_step()
+            with schedule_of(kwargs["num_microbatches"]), self._balancers.may_fail():
+                self._balancers.begin_step(self._schedules, get_model_config(_first(kwargs["model"])))
+                result = self._balancers.within(forward_backward_func)(*args, **kwargs)
+                self._balancers.end_step()
             self._schedules += 1
             return result
 
         return run
-
-    @contextlib.contextmanager
-    def _abandons(self) -> Iterator[None]:
-        """A context of a schedule. If it raises an exception, the loop may catch that and go on with another one."""
-        try:
-            yield
-        except BaseException:
-            for balancer in reversed(self._balancers):
-                balancer.abandon_schedule()
-            raise
 
     def after_step(self) -> None:
         """Call this on all ranks after each optimizer step if layers are balanced. Layers may move here."""

@@ -5,19 +5,19 @@ and the schedule while no micro-batch is in flight, so one row of the patch tabl
 report and the balancers are callbacks; users pass theirs to `megatron.balanced.trainer.train.train`.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from megatron.core.transformer.moe.paged_stash import PagedStashRunner
 
 __all__ = [
+    "Callbacks",
     "HeldBytes",
     "StepCallback",
     "Trained",
-    "attach",
-    "end_training",
     "registered",
     "trained",
     "use_schedule",
@@ -100,6 +100,66 @@ class StepCallback:
         when an exception ends it."""
 
 
+class Callbacks(list[Any]):
+    """The callbacks of one loop, in the order of registration. All calls to them go through here, in Megatron-LM's loop
+    and in others (`megatron.balanced.loop.Balancers`).
+
+    Until the model is there, a function from the model chunks to a callback may stand for one that takes a finished
+    model.
+    """
+
+    def attach(self, chunks: list[Any]) -> list[Any]:
+        """The model has been built. Returns `chunks`, as Megatron's model hooks must."""
+        for number, callback in enumerate(self):
+            if isinstance(callback, StepCallback):
+                callback.attach(chunks)
+            else:
+                self[number] = callback(chunks)
+        return chunks
+
+    def begin_step(self, iteration: int, config: Any) -> None:
+        for callback in self:
+            callback.begin_step(iteration, config)
+
+    def end_step(self) -> None:
+        for callback in reversed(self):
+            callback.end_step()
+
+    def begin_schedule(self) -> None:
+        for callback in self:
+            callback.begin_schedule()
+
+    def end_schedule(self) -> None:
+        for callback in reversed(self):
+            callback.end_schedule()
+
+    def within(self, schedule: Callable) -> Callable:
+        """`schedule` between `begin_schedule` and `end_schedule`."""
+
+        @functools.wraps(schedule)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self.begin_schedule()
+            result = schedule(*args, **kwargs)
+            self.end_schedule()
+            return result
+
+        return run
+
+    @contextlib.contextmanager
+    def may_fail(self) -> Iterator[None]:
+        """A context of a schedule. If it raises an exception, the loop may catch that and go on with another one."""
+        try:
+            yield
+        except BaseException:
+            for callback in reversed(self):
+                callback.abandon_schedule()
+            raise
+
+    def end_training(self) -> None:
+        for callback in self:
+            callback.end_training()
+
+
 class Trained(NamedTuple):
     """Objects of the training loop: model chunks, optimizer, learning-rate scheduler, data iterator (a list with one
     for each model chunk if there are several), and the schedule, in Megatron-LM's wrappers. `losses`: those that
@@ -113,8 +173,7 @@ class Trained(NamedTuple):
     losses: Mapping[str, Any] = MappingProxyType({})
 
 
-# Of the run in progress. Until the model is there, a function that makes one of the model stands for it.
-registered: list[Any] = []
+registered = Callbacks()  # of the run in progress
 _trained: list[Trained] = []
 _schedule: list[Callable] = []
 
@@ -129,38 +188,11 @@ def trained() -> Trained:
     return _trained[-1]
 
 
-def attach(chunks: list[Any]) -> list[Any]:
-    """Attach all callbacks to a model, and make those that take a finished one. Returns `chunks`, as Megatron's model
-    hooks must."""
-    for number, callback in enumerate(registered):
-        if isinstance(callback, StepCallback):
-            callback.attach(chunks)
-        else:
-            registered[number] = callback(chunks)
-    return chunks
-
-
-def end_training() -> None:
-    """Tell all callbacks that the training loop has ended."""
-    for callback in registered:
-        callback.end_training()
-
-
-def _begin_schedule() -> None:
-    for callback in registered:
-        callback.begin_schedule()
-
-
-def _end_schedule() -> None:
-    for callback in reversed(registered):
-        callback.end_schedule()
-
-
 def _run_again(runner: PagedStashRunner, is_training: bool = True) -> None:
     """Replaces `runner.prepare_for_rerun`, which Megatron-LM calls between two runs of the schedule in one step."""
-    _end_schedule()
+    registered.end_schedule()
     PagedStashRunner.prepare_for_rerun(runner, is_training)
-    _begin_schedule()
+    registered.begin_schedule()
 
 
 def with_callbacks(original: Callable) -> Callable:
@@ -178,17 +210,11 @@ def with_callbacks(original: Callable) -> Callable:
         iteration: int | None = None,
         **groups: Any,
     ) -> Any:
-        def schedule(*args: Any, **kwargs: Any) -> Any:
-            _begin_schedule()
-            losses = (_schedule or [forward_backward_func])[0](*args, **kwargs)
-            _end_schedule()
-            return losses
-
         if isinstance(forward_backward_func, PagedStashRunner):
             forward_backward_func.prepare_for_rerun = functools.partial(_run_again, forward_backward_func)
         _trained[:] = [Trained(model, optimizer, opt_param_scheduler, data_iterator, forward_backward_func)]
-        for callback in registered:
-            callback.begin_step(iteration or 0, config)
+        registered.begin_step(iteration or 0, config)
+        schedule = registered.within((_schedule or [forward_backward_func])[0])
         result = original(
             forward_step_func,
             data_iterator,
@@ -201,8 +227,7 @@ def with_callbacks(original: Callable) -> Callable:
             **groups,
         )
         _trained[:] = [_trained[-1]._replace(losses=result[0])]
-        for callback in reversed(registered):
-            callback.end_step()
+        registered.end_step()
         _trained.clear()
         return result
 

@@ -31,7 +31,7 @@ from megatron.balanced.observe.report_writer import ReportWriter
 from megatron.balanced.sequences.balancer import SequenceBalancer
 from megatron.balanced.sequences.batches import Batches
 from megatron.balanced.sequences.shape import shape_of
-from megatron.balanced.shared.callbacks import StepCallback, attach, end_training, registered, use_schedule
+from megatron.balanced.shared.callbacks import StepCallback, registered, use_schedule
 from megatron.balanced.shared.job import Job
 from megatron.balanced.shared.process_groups import SocketLimitError
 from megatron.balanced.trainer import patches
@@ -78,7 +78,7 @@ def train(
         model = _model(args, config, extension)
         with _only_run(args, config):
             registered[:], datasets, forward = _features(args, config, model, of_model, callbacks)
-            model.post_wrap_hooks.append(attach)
+            model.post_wrap_hooks.append(registered.attach)
             _pretrain(args, model, datasets, forward)
     finally:
         registered.clear()
@@ -249,6 +249,6 @@ def _pretrain(args: argparse.Namespace, model: ModelConfig, datasets: Callable, 
         sys.stdout.flush()
         raise
     except SystemExit:  # Megatron-LM ends early, on all ranks together: at --exit-interval, on a signal, ...
-        end_training()
+        registered.end_training()
         raise
-    end_training()
+    registered.end_training()

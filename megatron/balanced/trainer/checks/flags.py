@@ -12,7 +12,7 @@ import struct
 import tempfile
 from pathlib import Path
 
-from balancing.layers.layout import from_layout
+from balancing.pipeline.layout import from_layout
 from megatron.balanced.shared.errors import LocalError
 from megatron.balanced.trainer.checks.checkpoints import nothing_to_load
 from megatron.balanced.trainer.checks.corpus import INDEX_HEAD, check_lengths
