@@ -1,6 +1,5 @@
 """The page about other loops: its code is run as it is printed there, each block in the framework that it is for."""
 
-import ast
 import importlib
 import importlib.util
 import os
@@ -187,22 +186,3 @@ def test_ms_swift_trains_with_the_callback_that_is_registered(pool):
 def test_ten_lines_are_enough():
     for section, language in FRAMEWORKS.items():
         assert len(_blocks(section, language)[0].splitlines()) <= LINES, section
-
-
-def test_python_of_the_page_names_what_there_is():
-    snippets = [block for section in SECTIONS for block in _blocks(section, "py")]
-    assert len(snippets) >= 4
-    for snippet in snippets:
-        for node in ast.walk(ast.parse(snippet)):
-            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith(("megatron.b", "balancing")):
-                tree = ast.parse(Path(_file(node.module)).read_text())
-                names = {getattr(each, "name", None) for each in tree.body}
-                imported = [each for each in tree.body if isinstance(each, ast.ImportFrom)]
-                names |= {alias.name for each in imported for alias in each.names}
-                assert {alias.name for alias in node.names} <= names, node.module
-
-
-def _file(module: str) -> str:
-    found = importlib.util.find_spec(module)
-    assert found is not None and found.origin is not None, module
-    return found.origin

@@ -1,5 +1,6 @@
 """Documentation is checked: links resolve, commands name modules and flags that exist, pages are short."""
 
+import ast
 import importlib.util
 import re
 from pathlib import Path
@@ -122,6 +123,21 @@ def test_commands_name_what_is_there(page):
     for path in re.findall(rf"(?<![\w/.])(?:{folders})/[\w./-]+\w", text):
         found = (REPOSITORY / path).exists() or (page.parent / path).exists() or path in created
         assert found, f"{_name(page)} names {path}"
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=_name)
+def test_python_of_a_page_names_what_there_is(page):
+    """Also where a snippet is a part of a program, which cannot run by itself."""
+    for snippet in re.findall(r"^```py(?:thon)?\b[^\n]*\n(.*?)^```", page.read_text(), re.M | re.S):
+        for node in ast.walk(ast.parse(snippet)):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith(("megatron.b", "balancing")):
+                found = importlib.util.find_spec(node.module)
+                assert found is not None and found.origin is not None, node.module
+                tree = ast.parse(Path(found.origin).read_text()).body
+                names = {getattr(each, "name", None) for each in tree}
+                names |= {alias.name for each in tree if isinstance(each, ast.ImportFrom) for alias in each.names}
+                names |= {getattr(target, "id", None) for each in tree if isinstance(each, ast.Assign) for target in each.targets}
+                assert {alias.name for alias in node.names} <= names, node.module
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=_name)
