@@ -181,11 +181,13 @@ class ExpertBalancer(StepCallback):
 
         return start
 
+    def layer_arrived(self, layer: Any, chunk: int) -> None:
+        """Layers arrive plain. Callbacks after this one may look at the experts of `layer`."""
+        balance_layers([layer], self.config.replica_slots)
+
     def layers_moved(self) -> None:
         """Allocate the slots of the layers on this rank anew. Called between two steps when layers have moved or have
         been wrapped again. Layers that stay keep their placement and history; layers that arrive start without."""
-        for chunk in self.chunks:
-            balance_layers([chunk], self.config.replica_slots)  # layers that have arrived are plain
         models = unwrap_model(self.chunks)
         self._layers_of_chunks = [
             [module for module in model.modules() if isinstance(module, BalancedMoELayer)] for model in models

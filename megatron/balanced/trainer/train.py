@@ -234,6 +234,8 @@ def _embedding_ranks(args: argparse.Namespace, model: ModelConfig, pipeline: lis
 
 def _pretrain(args: argparse.Namespace, model: ModelConfig, datasets: Callable, forward: Callable) -> None:
     container = pretrain_cfg_container_from_args(args, model)
+    # As in the model's config: data parallelism leaves gradients that are computed later to whoever computes them.
+    container.ddp.delay_wgrad_compute = model.transformer.delay_wgrad_compute
     try:
         pretrain(
             container,
