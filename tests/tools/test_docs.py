@@ -136,7 +136,8 @@ def test_python_of_a_page_names_what_there_is(page):
                 tree = ast.parse(Path(found.origin).read_text()).body
                 names = {getattr(each, "name", None) for each in tree}
                 names |= {alias.name for each in tree if isinstance(each, ast.ImportFrom) for alias in each.names}
-                names |= {getattr(target, "id", None) for each in tree if isinstance(each, ast.Assign) for target in each.targets}
+                assigned = [target for each in tree if isinstance(each, ast.Assign) for target in each.targets]
+                names |= {getattr(target, "id", None) for target in assigned}
                 assert {alias.name for alias in node.names} <= names, node.module
 
 
