@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.support.sampled import sampled
-from tests.support.weights import assert_same_weights, named_weights
+from tests.support.weights import ADAM_EPS, assert_same_weights, named_weights
 
 MICRO_BATCHES, TOKENS = 3, 256
 # The places that fail, one in each second schedule: when they fail, "before" or in a module's "forward" or "backward"
@@ -97,9 +97,10 @@ def _train(balanced: bool, recompute: bool, shared: bool) -> tuple[list[float], 
             raise Fault
 
     model.config.finalize_model_grads_func, model.config.no_sync_func = finalize, model.no_sync
-    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-2, clip_grad=0.0), [model])
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(optimizer="adam", lr=1e-2, adam_eps=ADAM_EPS, clip_grad=0.0), [model]
+    )
     run, events = get_forward_backward_func(), []
-    plain = [type(module) for module in model.modules()]
     if balanced:
         slow = Cluster(1, 2, 1, 1e12, 1e12, 1e3, 1e9)  # any transfer is worth it
         experts = ExpertConfig(enabled=True, min_gain=0.0, replica_mode="shared" if shared else "resident")
@@ -109,6 +110,7 @@ def _train(balanced: bool, recompute: bool, shared: bool) -> tuple[list[float], 
             SequenceBalancer([model], SequenceConfig(enabled=True), job=job, **(told | {"cluster": slow})),
         )
         run = balancers.schedule(run)
+    plain = [type(module) for module in model.modules()]
     forward_step, losses = _forward_steps(fails), []
 
     def schedule(step: int) -> Any:
@@ -129,7 +131,8 @@ def _train(balanced: bool, recompute: bool, shared: bool) -> tuple[list[float], 
         fails.clear()
         while forward_step.removed:
             forward_step.removed.pop().remove()
-        assert [type(module) for module in model.modules()] == plain, "the model is not plain after the error"
+        assert [type(module) for module in model.modules()] == plain, "attention is not plain after the error"
+        assert not any(getattr(module, "active", False) for module in model.modules()), "replicas are still used"
         assert model.config.finalize_model_grads_func is finalize
     losses += [float(each["loss"]) for each in schedule(2 * len(PLACES))]
     optimizer.step()

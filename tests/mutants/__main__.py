@@ -23,7 +23,7 @@ _SHORT = 110  # characters of a reason in a table
 
 
 def _copy(folder: Path) -> Path:
-    ignored = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", "*.egg-info")
+    ignored = shutil.ignore_patterns(".git", ".venv", "runs", "__pycache__", ".*_cache", "*.egg-info")
     return Path(shutil.copytree(REPOSITORY, folder / "tree", ignore=ignored))
 
 

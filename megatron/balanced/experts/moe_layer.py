@@ -219,6 +219,8 @@ class BalancedMoELayer(MoELayer):
         # The split is computed where the tokens are, so that the host does not wait for counts. None: in NumPy.
         self.device: torch.device | None = None if is_cpu() else torch.device("cuda", torch.cuda.current_device())
         self._in_use: _Share | None = None  # of the pass in progress
+        # In the type of probabilities: a number would become a new tensor in each pass.
+        self._zero = torch.zeros((), dtype=self.config.params_dtype, device=self.device)
         self.set_topology(0, 0)
 
     @property
@@ -293,7 +295,9 @@ class BalancedMoELayer(MoELayer):
             chosen = routing_map.T.contiguous()
             number = (chosen.cumsum(dim=1, dtype=torch.int32) * chosen).index_select(0, expert)
             routing_map = ((number > first[:, None]) & (number <= last[:, None])).T.contiguous()
-            probs = torch.where(routing_map, probs.index_select(1, expert), 0)
+            if self._zero.dtype != probs.dtype:
+                self._zero = probs.new_zeros(())
+            probs = torch.where(routing_map, probs.index_select(1, expert), self._zero)
             if self.config.moe_router_padding_for_quantization:
                 # The dispatcher changes the map in place: it pads the tokens of each expert to a multiple.
                 routing_map = routing_map.clone()
