@@ -40,6 +40,8 @@ def _signalled(port: int, victim: int, how: int, stopped: Path, argv: list[str])
         ended = os.waitpid(process, os.WUNTRACED)[1]
         stopped.touch()
         return ("stopped" if os.WIFSTOPPED(ended) else os.waitstatus_to_exitcode(ended)), ""
+    # Linux hangs up on a stopped process whose parent has ended, and continues it: under nohup it would go on training.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
     @functools.wraps(step)
     def train_step(*args: object, **kwargs: object) -> object:

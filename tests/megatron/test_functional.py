@@ -41,6 +41,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "--overlap-param-gather-with-optimizer-step": (
             "it steps the optimizer in parts, and weights must be complete between steps"
         ),
+        "--ckpt-assume-constant-structure": "it saves by the plan of the first save, and layers change ranks",
     },
     SEQUENCES: {
         "--attention-dropout 0.1": "it drops other attention scores than a run on one rank",

@@ -24,8 +24,7 @@ NEEDS = {
     "--disable-bias-linear --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall",
     "TopKRouter": "--bf16 --moe-router-load-balancing-type global_aux_loss --num-experts 4 --swiglu "
     "--disable-bias-linear",
-    "gpt:mtp_block_spec": "--balance-experts --num-experts 4 --swiglu --disable-bias-linear "
-    "--expert-model-parallel-size 2 --mtp-num-layers 1",
+    "gpt:mtp_block_spec": "--dataloader-inter-document-masking --mtp-num-layers 1",
     "training:get_forward_backward_func": "--dataloader-inter-document-masking --micro-batch-size 2",
 }
 
