@@ -1,6 +1,5 @@
 """`examples/plain_loop.py` in float64, with its balancers or without."""
 
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,8 +19,6 @@ def train(steps: int, folder: Path, balanced: bool) -> tuple[list[float], Any, s
 
     slow_layers(SetClock().install(), lambda number: (1.0, 2.0))
     torch.set_default_dtype(torch.float64)
-    # Attention over samples of 1024 tokens took most of the time. Compute is slower by as much, so that documents move.
-    example.TOKENS, example.SLOW = 256, replace(example.SLOW, flops=example.SLOW.flops / 16)
     example.OptimizerConfig = partial(example.OptimizerConfig, adam_eps=ADAM_EPS)
     if not balanced:
         begun = []
