@@ -357,5 +357,8 @@ def _share(fixed: bool) -> None:
     for name, values in together.items():
         whole = torch.cat([sample[name][:n] for sample, n in zip(expected, (16, 11, 3), strict=True)])
         assert sorted(values[kept].tolist()) == sorted(whole.tolist()), name
-        assert not values[~kept].any()
+        if name == "tokens":  # padding repeats one of the rank's
+            assert set(values[~kept].tolist()) <= set(values[kept].tolist())
+        else:
+            assert not values[~kept].any()
     assert torch.equal(together["labels"][kept], together["tokens"][kept] + 1)
