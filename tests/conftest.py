@@ -14,6 +14,7 @@ from tests.support.corpus import heavy_tailed, write_documents
 from tests.support.packages_apart import why_missing
 from tests.support.patience import PATIENCE
 from tests.support.pool import Pool
+from tests.support.tiers import is_thorough
 
 DEFAULT_SECONDS = 3 * PATIENCE
 SHARE = 5  # of so many tests that only --exhaustive runs, --sample runs one
@@ -49,6 +50,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
+    for item in items:
+        if is_thorough(item.path.parent.name, item.path.stem):
+            item.add_marker(pytest.mark.thorough)
     # What takes longest first, so that no worker is left with it alone at the end: a scope of several files, then files
     # whose tests start ranks.
     files = {item.path for item in items if {"pool", "engine", "muon"} & set(getattr(item, "fixturenames", ()))}

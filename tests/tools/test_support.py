@@ -1,9 +1,11 @@
-"""The page of what works: cells say tested, not run or which GPU; what is refused is what the table of checks has."""
+"""The page of what works: cells say tested, not run or which GPU; what is refused is what the table of checks has. The
+tiers of tests name what there is."""
 
 from pathlib import Path
 
 from megatron.balanced.shared import incompatible
 from megatron.balanced.shared.incompatible import INCOMPATIBLE, shown
+from tests.support import tiers
 
 PAGE = (Path(__file__).parents[2] / "docs/support.md").read_text()
 FEATURES_PART = PAGE.partition("\n## Features\n")[2].partition("\n## ")[0]
@@ -52,3 +54,21 @@ def refused() -> str:
 def test_what_is_refused_is_listed():
     assert {feature for row in INCOMPATIBLE for feature in row.features} == set(FEATURES)
     assert refused() in PAGE, f"write this into docs/support.md:\n{refused()}"
+
+
+def test_the_tiers_name_files_that_are_there():
+    tests = Path(__file__).parents[1]
+    listed = {f"{folder}/test_{name}.py" for folder, names in tiers._FILES.items() for name in names.split()}
+    listed |= {f"{folder}/{name}.py" for folder, names in tiers._FOLDERS.items() for name in names}
+    assert not [name for name in listed if not (tests / name).exists()]
+    assert all((tests / folder).is_dir() for folder in tiers._FOLDERS)
+
+
+def test_the_first_tier_has_what_tells_most():
+    kept = (
+        "experts/test_plan experts/test_training sequences/test_plan sequences/test_training layers/test_plan "
+        "layers/test_move layers/test_checkpoints together/test_all_balancers loops/test_contract megatron/test_parity "
+        "megatron/test_bad_input tools/test_docs tools/test_arrows"
+    )
+    for name in kept.split():
+        assert not tiers.is_thorough(*name.split("/")), name
