@@ -14,6 +14,7 @@ import numpy as np
 
 from balancing.cluster import Cluster
 from balancing.experts import contiguous_homes, plan_replicas, split_tokens
+from balancing.experts.config import ExpertConfig
 from balancing.layers import plan_stages
 from balancing.sequences import AttentionShape, causal_area, plan_sequences
 from benchmarks.figure_file import save_figure
@@ -54,7 +55,7 @@ def _experts() -> tuple[list[Bar], list[Bar]]:
     """Tokens of each rank, by expert: at their homes, and with replicas."""
     home = contiguous_homes(len(TOKENS), RANKS)
     load = np.repeat(np.array(TOKENS)[None], RANKS, axis=0)
-    served = split_tokens(load, plan_replicas(load, MACHINE, slots=1)).sum(0)
+    served = split_tokens(load, plan_replicas(load, MACHINE, slots=ExpertConfig().replica_slots)).sum(0)
     before = [(int(home[expert]), expert, RANKS * tokens, False) for expert, tokens in enumerate(TOKENS)]
     after = [
         (rank, expert, float(served[expert, rank]), rank != home[expert])
