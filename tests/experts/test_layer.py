@@ -23,12 +23,10 @@ def _busiest(passes: list[Pass]) -> int:
 @pytest.mark.parametrize("ranks, slot_expert", sampled([(2, TWO), (4, FOUR)], (4, FOUR)))
 @pytest.mark.parametrize("dispatcher, topk", [("alltoall", k) for k in (2, 3, 6)] + [("allgather", k) for k in (1, 2)])
 def test_forward_is_bitwise_the_same(pool, ranks, slot_expert, dispatcher, topk):
-    """Where every expert has no rows on a rank or at least four: below, rows of a product depend on their number."""
-    plain = Layer(EXPERTS, skewed(ranks, TOKENS, EXPERTS, topk), dispatcher=dispatcher)
+    """With products that take one row at a time, so that rows do not depend on their number."""
+    plain = Layer(EXPERTS, skewed(ranks, TOKENS, EXPERTS, topk), dispatcher=dispatcher, row_by_row=True)
     balanced = replace(plain, slot_expert=slot_expert)
     reference, ours, again = (run_layer(pool, layer) for layer in (plain, balanced, balanced))
-    rows = [count for seen in (*reference, *ours) for count in seen.rows]
-    assert all(count == 0 or count >= 4 for count in rows), rows
     assert sum(count for seen in ours for count in seen.rows[EXPERTS // ranks :]) > TOKENS // 2, "replicas had no work"
     assert _busiest(ours) < 0.9 * _busiest(reference)
     for rank, (mine, theirs) in enumerate(zip(ours, reference, strict=True)):

@@ -3,6 +3,8 @@
 The same layer can be run as Megatron-LM's own and balanced; the results of each rank are compared tensor by tensor.
 """
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -23,6 +25,7 @@ class Layer:
     dtype: of weights and activations.
     shared: whether slots are shared.
     split_on_device: whether the split runs as on a GPU, where no operation of ours may wait for the device.
+    row_by_row: whether products of the forward pass take one row at a time.
     options: of Megatron's TransformerConfig.
     """
 
@@ -33,6 +36,7 @@ class Layer:
     dtype: str = "float32"
     shared: bool = False
     split_on_device: bool = False
+    row_by_row: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -188,6 +192,24 @@ def _fill_slots(built: Any, layer: Layer) -> Any:
     return slots
 
 
+@contextlib.contextmanager
+def _row_by_row() -> Iterator[None]:
+    """A context in which a product takes one row at a time. Otherwise what a row gets may depend on how many there are,
+    and from which number on is up to the processor."""
+    import torch
+
+    matmul = torch.matmul
+
+    def by_row(rows: Any, weight: Any) -> Any:
+        return torch.cat([matmul(row.clone(), weight) for row in rows.split(1)])
+
+    torch.matmul = by_row
+    try:
+        yield
+    finally:
+        torch.matmul = matmul
+
+
 def pass_rank(layer: Layer) -> Pass:
     """The body of one rank."""
     import torch
@@ -221,7 +243,8 @@ def pass_rank(layer: Layer) -> Pass:
     built.experts.forward = counted
     if slots is not None:
         slots.begin_step([built.placement], 1)
-    output, bias = built(hidden)
+    with _row_by_row() if layer.row_by_row else contextlib.nullcontext():
+        output, bias = built(hidden)
     assert bias is None
     output.backward(torch.as_tensor(chance.normal(size=output.shape)).to(dtype))
     if slots is not None:
