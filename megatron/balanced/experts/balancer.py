@@ -42,7 +42,7 @@ from megatron.balanced.experts.te_grouped_mlp import home_parameters
 from megatron.balanced.shared.callbacks import HeldBytes, StepCallback, trained
 from megatron.balanced.shared.job import Job
 from megatron.balanced.shared.micro_batches import get_num_microbatches
-from megatron.balanced.shared.model_checks import check_model, mark_model, unmark_model
+from megatron.balanced.shared.model_checks import check_model, mark_model
 from megatron.balanced.shared.optimizer_state import state_bytes
 from megatron.balanced.shared.process_groups import cluster_of, duplicate_group, gather_objects
 
@@ -136,7 +136,6 @@ class ExpertBalancer(StepCallback):
         self.release()
         for layers in self._layers_of_chunks:
             restore_layers(layers)
-        unmark_model("ExpertBalancer", self.chunks)
 
     def _use_replicas(self, active: bool) -> None:
         self._active = active
