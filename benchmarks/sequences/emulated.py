@@ -1,6 +1,7 @@
 """Step time with documents of very different length, by method and beside the physical limit; emulated.
 
-    python -m benchmarks.sequences.emulated [--quick] [--cluster "2 x 8"|"4 x 4"] [--json FILE] [--figure FILE.png]
+    python -m benchmarks.sequences.emulated [--quick] [--cluster "2 x 8"|"4 x 4"] [--samples]
+                                            [--json FILE] [--figure FILE.png]
 
 One layer, forward and backward, of one micro-batch with 4k tokens a rank (Zeppelin's regime), on 16 processes of an
 emulated cluster with fewer NICs than ranks. Keys, values, gradients and remapped tokens really move, through
@@ -19,6 +20,9 @@ Routing alone: one round of one long sequence's ring over one rank of each node,
 Not to scale: within a node bytes are not limited and cost what CPU they cost, as the engine's work on the host does; a
 NIC lets the first 2 ms of a burst pass at once. The host's work would count as often as ranks share a core, so the
 machine is slowed down until it weighs little (`_TIME`).
+
+With --samples the 16 ranks are data-parallel: each draws a packed sample of 32k tokens of its own. Attention is
+computed where the tokens were drawn, or balanced with the tokens left there, or tokens move for all layers ("chunks").
 
 Takes about 17 minutes on two idle cores, with --quick about two. Exit code 1 if a target is missed.
 """
@@ -43,12 +47,23 @@ from benchmarks.emulated import EmulatedCluster, RankFailed, RunTimeout
 from benchmarks.emulated.rate import format_rate
 from benchmarks.figure_file import save_figure
 from benchmarks.sequences.emulated_rank import Job, Rounds
-from benchmarks.sequences.emulated_workload import CLUSTERS, METHODS, SHAPES, Case, Scale, make_case, predicted_seconds
+from benchmarks.sequences.emulated_workload import (
+    CLUSTERS,
+    CONTEXT_METHODS,
+    DATA_METHODS,
+    METHODS,
+    SHAPES,
+    Case,
+    Scale,
+    make_case,
+    predicted_seconds,
+)
 
 __all__ = ["RoutingRow", "Row", "measure", "measure_rows"]
 
 _TIMEOUT = 3600.0  # seconds for one launch of ranks
 _TIME = 100.0  # emulated seconds for each modelled one
+_SAMPLE, _SAMPLE_TIME = 32768, 25.0  # tokens of a rank and emulated seconds for --samples
 _ROUND_WIDTH = 128  # numbers of a head in the round of a long sequence
 
 _DISTRIBUTIONS = ("prolong", "packed", "mix")
@@ -68,9 +83,9 @@ _NOISE = 1.03  # steps that take as long differ by so much here
 class Row:
     """One method on one cluster, model and distribution; means over batches.
 
-    seconds: emulated, of a step. speedup: of ring's seconds over these, batch by batch. to_limit: these over the
-    physical limit. model: to_limit as the cost model predicts it. exposed: part of the step for which the rank that
-    waited longest waited for transfers, other ranks' lateness included.
+    seconds: emulated, of a step. speedup: the seconds of the first method over these, batch by batch; it is ring, or as
+    drawn. to_limit: these over the physical limit. model: to_limit as the cost model predicts it. exposed: part of the
+    step for which the rank that waited longest waited for transfers, other ranks' lateness included.
     """
 
     cluster: str
@@ -150,7 +165,7 @@ def make_rows(name: str, job: Job, lines: Iterable[dict[str, Any]]) -> list[Row]
     for model, distribution in groups:
         for method in job.methods:
             ran = [
-                (case, found[number, method], found[number, "ring"])
+                (case, found[number, method], found[number, job.methods[0]])
                 for number, case in enumerate(job.cases)
                 if (case.model, case.distribution) == (model, distribution) and (number, method) in found
             ]
@@ -195,7 +210,7 @@ def _print(name: str, job: Job, rows: Sequence[Row], reason: str | None) -> None
         f"\nemulated: {name} ranks, {cluster.nics_per_node} NICs a node; {job.scale.time:g} times slower than "
         f"modelled, 1/{job.scale.bytes:g} of its bytes; {limited}"
     )
-    print(f"{'model':8} {'documents':10} {'method':20}  s/step  x ring  / limit   model  exposed  batches")
+    print(f"{'model':8} {'documents':10} {'method':20}  s/step x first  / limit   model  exposed  batches")
     before = None
     for row in rows:
         if before not in (None, (row.model, row.distribution)):
@@ -296,23 +311,25 @@ def _parser() -> argparse.ArgumentParser:
         "--quick", action="store_true", help="one cluster and distribution, fewer methods; about two minutes"
     )
     parser.add_argument("--cluster", choices=list(CLUSTERS), help="only this one; both by default")
+    parser.add_argument("--samples", action="store_true", help="data-parallel ranks, each with a sample of 32k tokens")
     parser.add_argument("--json", metavar="FILE", help="write the rows to FILE")
     parser.add_argument("--figure", metavar="FILE", help="draw the step times into FILE, in the format of its suffix")
     return parser
 
 
-def _job(name: str, quick: bool) -> Job:
+def _job(name: str, quick: bool, samples: bool) -> Job:
     nodes, per_node = CLUSTERS[name]
-    scale = Scale(nodes, per_node, _TIME)
-    methods = _QUICK_METHODS if quick else tuple(METHODS)
+    scale = Scale(nodes, per_node, _SAMPLE_TIME if samples else _TIME)
+    methods = DATA_METHODS if samples else _QUICK_METHODS if quick else CONTEXT_METHODS
+    drawn = {"tokens": _SAMPLE} if samples else {}
     wide = Scale(nodes, per_node, _TIME * _ROUND_WIDTH / scale.width, _ROUND_WIDTH)
     cases = [
-        make_case(scale.cluster, model, distribution, batch, [METHODS[each] for each in methods])
+        make_case(scale.cluster, model, distribution, batch, [METHODS[each] for each in methods], **drawn)
         for model in SHAPES
         for distribution in (_DISTRIBUTIONS[:1] if quick else _DISTRIBUTIONS)
         for batch in range(1)
     ]
-    return Job(scale, 1, methods, tuple(cases), Rounds(4096, wide, repeats=3))
+    return Job(scale, 1, methods, tuple(cases), None if samples else Rounds(4096, wide, repeats=3))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -325,17 +342,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"emulated cluster on {os.cpu_count()} cores, no GPU; load {load:.1f} before the start", flush=True)
     try:
         for name in names:
-            job = _job(name, options.quick)
+            job = _job(name, options.quick, options.samples)
             lines, reason = measure(job)
             found = make_rows(name, job, lines)
             _print(name, job, found, reason)
             rows += found
-            assert job.rounds is not None
-            routing.append(make_routing_row(name, job.rounds.scale, lines))
+            if job.rounds is not None:
+                routing.append(make_routing_row(name, job.rounds.scale, lines))
     except (RankFailed, RunTimeout) as error:
         print(f"sequences_emulated: {error}", *getattr(error, "tail", ()), sep="\n", file=sys.stderr)
         return 1
-    _print_routing(routing)
+    if routing:
+        _print_routing(routing)
     _print_ablation(rows)
     checks = targets(rows, routing)
     print()

@@ -21,11 +21,26 @@ from balancing.cluster import Cluster
 from balancing.sequences import AttentionShape, SequencePlan, plan_sequences, step_cost
 from balancing.sequences.cost import TILE
 from balancing.sequences.engine.kernels import Pieces
+from balancing.sequences.plan import plan_attention
+from balancing.sequences.planners.stay import zigzag
+from balancing.sequences.sequence_plan import same_exchange
 from benchmarks.sequences.lengths import draw_batch
 from benchmarks.sequences.peers import all_gather_seconds, heads_and_ring
 from benchmarks.sequences.plans import baseline_parts
 
-__all__ = ["CLUSTERS", "METHODS", "SHAPES", "Case", "Method", "Scale", "make_case", "predicted_seconds", "tile_pairs"]
+__all__ = [
+    "CLUSTERS",
+    "CONTEXT_METHODS",
+    "DATA_METHODS",
+    "METHODS",
+    "SHAPES",
+    "Case",
+    "Method",
+    "Scale",
+    "make_case",
+    "predicted_seconds",
+    "tile_pairs",
+]
 
 CLUSTERS = {"2 x 8": (2, 8), "4 x 4": (4, 4)}
 SHAPES = {
@@ -43,6 +58,7 @@ class Method:
     planner: of `plan_sequences`. routed: whether the routing layer is on. remapped: whether linear layers have the
     plan's linear layout; otherwise they have that of attention. peer: it stands for another system.
     moves: how keys and values move; by the engine, or as a peer moves them (`benchmarks.sequences.emulated_peers`).
+    stays: linear layers compute each token on the rank that drew its sample. "attention": attention does as well.
     """
 
     name: str
@@ -51,6 +67,7 @@ class Method:
     remapped: bool = True
     peer: bool = False
     moves: Literal["engine", "all-gather", "a2a+p2p"] = "engine"
+    stays: Literal["", "tokens", "attention"] = ""
 
 
 METHODS = {
@@ -66,8 +83,13 @@ METHODS = {
         Method("zones, not routed", "zones", routed=False),
         Method("zones", "zones"),
         Method("chunks", "chunks"),
+        Method("as drawn", "chunks", stays="attention"),
+        Method("attention travels", "chunks", stays="tokens"),
     )
 }
+# Over context-parallel ranks, and over data-parallel ranks of which each draws samples of its own.
+CONTEXT_METHODS = tuple(name for name, method in METHODS.items() if not method.stays)
+DATA_METHODS = ("as drawn", "attention travels", "chunks")
 
 
 @dataclass(frozen=True)
@@ -135,12 +157,28 @@ def make_case(
     cluster: Cluster, model: str, distribution: str, batch: int, methods: Sequence[Method], tokens: int = _TOKENS
 ) -> Case:
     """Draw a batch of `tokens` a rank and plan it. batch: its number, the seed."""
-    lengths = draw_batch(distribution, tokens * cluster.world_size, np.random.default_rng(batch))
-    found = {method.name: _parts(method, lengths, cluster, SHAPES[model]) for method in methods}
+    draw = np.random.default_rng(batch)
+    drawn: tuple[tuple[int, ...], ...] = (draw_batch(distribution, tokens * cluster.world_size, draw),)
+    if any(method.stays for method in methods):  # a sample a rank
+        drawn = tuple(draw_batch(distribution, tokens, draw) for _ in range(cluster.world_size))
+    lengths = tuple(length for of_rank in drawn for length in of_rank)
+    found = {method.name: _parts(method, drawn, lengths, cluster, SHAPES[model]) for method in methods}
     return Case(model, distribution, batch, lengths, {name: parts for name, parts in found.items() if parts})
 
 
-def _parts(method: Method, lengths: Sequence[int], cluster: Cluster, shape: AttentionShape) -> tuple[SequencePlan, ...]:
+def _parts(
+    method: Method,
+    drawn: tuple[tuple[int, ...], ...],
+    lengths: tuple[int, ...],
+    cluster: Cluster,
+    shape: AttentionShape,
+) -> tuple[SequencePlan, ...]:
+    if method.stays:
+        given = tuple(zigzag(drawn, 1))
+        if method.stays == "tokens":
+            return (plan_attention(lengths, given, cluster, shape=shape, method=method.planner),)
+        exchange = same_exchange(given, lengths, "gather")
+        return (SequencePlan(lengths, cluster.world_size, "given", given, given, exchange),)
     if method.moves == "a2a+p2p":
         return (heads_and_ring(lengths, cluster, shape).plan,)
     if method.peer:
