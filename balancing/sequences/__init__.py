@@ -7,29 +7,33 @@
     plan = plan_sequences([30000, 1200, 500, 833], Cluster.preset("h200-8x400g"), shape=shape)
     print(plan.exchange, plan.area / plan.area.mean())
 
-Planning:
+Glossary
+    document, sequence   the two words mean the same here. A token attends to its own document alone, causally.
+    area                 query-key pairs under the causal mask, the work of attention. That of linear layers is tokens.
+    shard                tokens [start, stop) of one document on one rank.
+    layout               shards that hold every token once. A plan has one for attention and one for linear layers.
+    reshard, remap       to send tokens from one layout to the other; only the planner "zones" needs it.
+    exchange             how keys and values reach the queries that see them: "local", "ring" or "gather" (all-gather).
+    chunk                the unit in which the planner "chunks" cuts a document.
+    zone                 Zeppelin's word: a document stays on one rank, on the ranks of one node, or is cut over nodes.
+    window               how many keys before itself a token sees, in layers of sliding-window attention.
+    micro-batch          documents that pass through the pipeline together; to deal is to choose them for each.
 
-- sequence: one document of a packed batch. A token attends only to its own document, causally.
-- area: query-key pairs under the causal mask, the cost of attention. The cost of linear layers is tokens.
-- shard: tokens [start, stop) of one sequence on one rank.
-- layout: shards that hold every token once. A plan has one layout for attention and one for linear layers.
-- remap: to send tokens from one layout to the other.
-- chunk: the unit in which the planner "chunks" cuts the ends of long sequences.
-- zone: where the planner "zones" keeps a sequence: on one rank, on ranks of one node, or on several nodes.
-- micro-batch: documents that pass through the pipeline together.
-- deal: the micro-batch of each document of a step.
-- exchange: how keys and values of a sequence reach the queries that see them: "local", "ring" or "gather".
+How a plan is carried out, with words of its own, is in `balancing.sequences.engine`; `reference.py` is all of it in
+80 lines.
 
-Carrying a plan out (`engine`):
+Example: 3 ranks, documents a, b and c of 10, 3 and 2 tokens. Their areas are 55, 6 and 3, so an even share is 5 tokens
+and 21.3 pairs. Each token once, 5 a rank, in order, is as Megatron-LM would pack them:
 
-- program: the steps of one rank in one layer: start a transfer group, wait for it, compute tasks.
-- transfer group: messages that start together on all ranks, for instance one round of all rings.
-- round: one step of a ring. turn: one part of a gather, whose messages are under way together.
-- workspace: rows of keys and values, one a token: the rank's own, then those that it receives.
-- run: adjacent tokens of one sequence on one rank.
-- task: a block of queries and the keys that they see, fully or causally. piece: a task inside a kernel's call.
-- call: all tasks of a step together, one launch of a kernel.
-- route: a message between nodes is cut into parts. A proxy sends each part over its own NIC, in slices.
+    rank 0   a[0:5]                  15 pairs
+    rank 1   a[5:10]                 40          imbalance 1.9
+    rank 2   b, c                     9
+
+`plan_sequences` cuts a where its pairs, not its tokens, are even. The last tokens of a are the dearest:
+
+    rank 0   a[0:1], a[8:10], c      23 pairs    gathers a[1:6] from rank 2 and a[6:8] from rank 1
+    rank 1   a[6:8], b               21          gathers a[0:1] from rank 0 and a[1:6] from rank 2
+    rank 2   a[1:6]                  20          gathers a[0:1] from rank 0
 """
 
 from balancing.sequences.cost import StepCost, limit_seconds, step_cost

@@ -22,7 +22,7 @@ from balancing.layers import (
 from balancing.layers.plan import METHODS
 from balancing.layers.planners.diffusion import neighbour_flows
 from balancing.layers.reference import best_cut
-from balancing.pipeline import Schedule, operations
+from balancing.pipeline import Schedule, operations, simulate_schedule
 from balancing.pipeline.layout import from_layout, to_layout
 from benchmarks.baselines.layers import deepspeed_plan
 from benchmarks.layers.traces import trace
@@ -278,3 +278,14 @@ def test_bad_input_is_named(bad, message):
     arguments = {"cost": [1.0] * 4, "stages": 2} | bad
     with pytest.raises(ValueError, match=message):
         plan_stages(arguments.pop("cost"), arguments.pop("stages"), **arguments)
+
+
+def test_the_example_of_the_package():
+    """The glossary of `balancing.layers`: 3 stages, 6 layers."""
+    cost = [4, 2, 2, 2, 1, 1]
+    before, after = (plan_stages(cost, 3, method=method) for method in ("uniform", "optimal"))
+    assert [to_layout(plan) for plan in (before, after)] == ["Ett|tt|ttL", "Et|tt|tttL"]
+    loads = np.array([[sum(cost[layer] for layer in layers) for (layers,) in plan.chunks] for plan in (before, after)])
+    assert loads.tolist() == [[6, 4, 2], [4, 4, 4]]
+    assert [simulate_schedule(load / 3, 2 * load / 3, 8).step_time for load in loads] == pytest.approx([50, 40])
+    assert [(move.layer, move.source, move.target) for move in layer_moves(before, after)] == [(1, 0, 1), (3, 1, 2)]

@@ -14,7 +14,16 @@ from balancing.sequences.engine.program import Compute
 from benchmarks.emulated.device import Device
 from benchmarks.sequences.emulated import RoutingRow, Row, make_routing_row, make_rows, measure, targets
 from benchmarks.sequences.emulated_rank import Job, Rounds, ZeroScores
-from benchmarks.sequences.emulated_workload import METHODS, SHAPES, Scale, make_case, predicted_seconds, tile_pairs
+from benchmarks.sequences.emulated_workload import (
+    CONTEXT_METHODS,
+    DATA_METHODS,
+    METHODS,
+    SHAPES,
+    Scale,
+    make_case,
+    predicted_seconds,
+    tile_pairs,
+)
 from tests.support.patience import PATIENCE
 
 
@@ -84,13 +93,24 @@ def test_a_run_is_right_and_takes_no_less_than_its_work():
 
 def test_predictions_know_what_is_switched_off():
     scale = Scale(2, 8, 20.0)
-    case = make_case(scale.cluster, "MHA", "prolong", 0, list(METHODS.values()))
+    case = make_case(scale.cluster, "MHA", "prolong", 0, [METHODS[name] for name in CONTEXT_METHODS])
     seconds = {name: predicted_seconds(case, METHODS[name], scale.cluster) for name in case.parts}
     assert seconds["chunks"] == min(seconds.values())
     assert seconds["ring + routing"] < seconds["ring"]
     assert seconds["zones"] < seconds["zones, not remapped"] < seconds["zones: engine only"] < seconds["ring"]
     (unmapped,) = case.parts["zones, not remapped"]
     np.testing.assert_array_equal(unmapped.linear_tokens, unmapped.tokens)
+
+
+def test_tokens_stay_where_their_sample_was_drawn():
+    scale = Scale(2, 8, 20.0)
+    case = make_case(scale.cluster, "GQA 8:1", "mix", 0, [METHODS[name] for name in DATA_METHODS])
+    (drawn,), (travels,), (moved,) = (case.parts[name] for name in DATA_METHODS)
+    assert drawn.attention == drawn.linear == travels.linear != moved.linear
+    for plan in (travels, moved):
+        assert plan.area.max() < 1.05 * plan.area.mean() < drawn.area.max()
+    seconds = [predicted_seconds(case, METHODS[name], scale.cluster) for name in DATA_METHODS]
+    assert seconds == sorted(seconds, reverse=True)
 
 
 def test_targets_are_missed_by_what_is_too_slow():

@@ -565,3 +565,16 @@ def test_benchmark_of_launches(capsys):
 def test_planners_do_not_need_megatron():
     code = "import sys, balancing.sequences; sys.exit(any(name.startswith('megatron') for name in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], timeout=PATIENCE, check=False).returncode == 0
+
+
+def test_the_example_of_the_package():
+    """The glossary of `balancing.sequences`: 3 ranks, documents of 10, 3 and 2 tokens."""
+    shape = AttentionShape(hidden=4096, heads=32, kv_heads=8, layers=32, ffn_hidden=14336)
+    plan = plan_sequences([10, 3, 2], Cluster.preset("h200-8x400g").relabel(1, 3), shape=shape)
+    assert [tuple(shard) for shard in plan.attention] == [
+        (0, 0, 1, 0), (0, 8, 10, 0), (2, 0, 2, 0), (0, 6, 8, 1), (1, 0, 3, 1), (0, 1, 6, 2),
+    ]  # fmt: skip
+    assert plan.area.tolist() == [23, 21, 20] and plan.linear_tokens.tolist() == [5, 5, 5]
+    traffic = kv_traffic(plan)
+    sent = zip(traffic.source.tolist(), traffic.target.tolist(), traffic.tokens.tolist(), strict=True)
+    assert sorted(sent) == [(0, 1, 1), (0, 2, 1), (1, 0, 2), (2, 0, 5), (2, 1, 5)]
