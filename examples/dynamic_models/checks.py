@@ -3,14 +3,13 @@
 import argparse
 
 from examples.dynamic_models.config import DynamicsConfig, shown
-from megatron.balanced.shared.incompatible import Incompatible, check_compatible
+from megatron.balanced.shared.incompatible import ON, Incompatible, check_compatible, other_than
 
 __all__ = ["INCOMPATIBLE", "check_dynamics"]
 
 # Each scheme is checked as DYNAMICS and by its own name; schemes that leave tokens out also as SKIP.
 DYNAMICS, FREEZE, PRUNE, EXIT, SKIP, SPARSE = "dynamics", "freeze", "prune", "exit", "skip", "sparse"
 
-_OFF = (None,)
 _PACKS = "packed documents must not attend to each other, and the scheme ignores their boundaries"
 _MASK = "only the causal mask is supported"
 _TOKENS = "each rank has only a part of the tokens to choose from"
@@ -19,55 +18,55 @@ _SHARDS = "it shards the parameters of a layer over ranks"
 
 INCOMPATIBLE: tuple[Incompatible, ...] = (
     # The model
-    Incompatible("spec", _OFF, (DYNAMICS,), "it builds a model without our modules"),
-    Incompatible("transformer_impl", ("local",), (PRUNE, SPARSE),
+    Incompatible("spec", ON, (DYNAMICS,), "it builds a model without our modules"),
+    Incompatible("transformer_impl", other_than("local"), (PRUNE, SPARSE),
                  "its linear layers are not masked and its attention cannot be replaced",
                  "use --transformer-impl local"),
-    Incompatible("hybrid_layer_pattern", _OFF, (DYNAMICS,), "its schemes change layers of attention and MLP together",
+    Incompatible("hybrid_layer_pattern", ON, (DYNAMICS,), "its schemes change layers of attention and MLP together",
                  "use --num-layers"),
-    Incompatible("mtp_num_layers", _OFF, (FREEZE,), "it trains the embedding from the last stage"),
-    Incompatible("mtp_num_layers", _OFF, (SKIP,), "its layers expect all tokens"),
-    Incompatible("balance_experts", _OFF, (PRUNE,), "replicas of experts are made without their masks"),
+    Incompatible("mtp_num_layers", ON, (FREEZE,), "it trains the embedding from the last stage"),
+    Incompatible("mtp_num_layers", ON, (SKIP,), "its layers expect all tokens"),
+    Incompatible("balance_experts", ON, (PRUNE,), "replicas of experts are made without their masks"),
     # Attention, positions and data
-    Incompatible("multi_latent_attention", _OFF, (SKIP,), _POSITIONS),
-    Incompatible("multi_latent_attention", _OFF, (SPARSE,), "its keys are compressed"),
-    Incompatible("window_size", _OFF, (SPARSE,), "both choose the keys of a query", "use one of the two"),
-    Incompatible("softmax_type", ("vanilla",), (SPARSE,),
+    Incompatible("multi_latent_attention", ON, (SKIP,), _POSITIONS),
+    Incompatible("multi_latent_attention", ON, (SPARSE,), "its keys are compressed"),
+    Incompatible("window_size", ON, (SPARSE,), "both choose the keys of a query", "use one of the two"),
+    Incompatible("softmax_type", other_than("vanilla"), (SPARSE,),
                  "only the plain softmax is computed block by block", "use --softmax-type vanilla"),
-    Incompatible("apply_rope_fusion", _OFF, (SKIP,), _POSITIONS, "add --no-rope-fusion"),
-    Incompatible("reset_attention_mask", _OFF, (SKIP, SPARSE), _MASK),
-    Incompatible("sft", _OFF, (SKIP, SPARSE), _PACKS),
-    Incompatible("dataloader_inter_document_masking", _OFF, (SKIP, SPARSE), _PACKS),
+    Incompatible("apply_rope_fusion", ON, (SKIP,), _POSITIONS, "add --no-rope-fusion"),
+    Incompatible("reset_attention_mask", ON, (SKIP, SPARSE), _MASK),
+    Incompatible("sft", ON, (SKIP, SPARSE), _PACKS),
+    Incompatible("dataloader_inter_document_masking", ON, (SKIP, SPARSE), _PACKS),
     # Parallelism and overlaps
-    Incompatible("fake_process_group", _OFF, (DYNAMICS,),
+    Incompatible("fake_process_group", ON, (DYNAMICS,),
                  "its messages never arrive, so ranks would make different decisions"),
-    Incompatible("sequence_parallel", _OFF, (SKIP,), _TOKENS),
-    Incompatible("context_parallel_size", (1,), (SKIP, SPARSE), _TOKENS, "use --context-parallel-size 1"),
-    Incompatible("virtual_pipeline_model_parallel_size", _OFF, (EXIT,),
+    Incompatible("sequence_parallel", ON, (SKIP,), _TOKENS),
+    Incompatible("context_parallel_size", other_than(1), (SKIP, SPARSE), _TOKENS, "use --context-parallel-size 1"),
+    Incompatible("virtual_pipeline_model_parallel_size", ON, (EXIT,),
                  "messages about exits of the chunks of a stage could be mixed up"),
-    Incompatible("use_megatron_fsdp", _OFF, (DYNAMICS,), _SHARDS, "use --use-distributed-optimizer"),
-    Incompatible("use_torch_fsdp2", _OFF, (DYNAMICS,), _SHARDS, "use --use-distributed-optimizer"),
-    Incompatible("overlap_moe_expert_parallel_comm", _OFF, (DYNAMICS,),
+    Incompatible("use_megatron_fsdp", ON, (DYNAMICS,), _SHARDS, "use --use-distributed-optimizer"),
+    Incompatible("use_torch_fsdp2", ON, (DYNAMICS,), _SHARDS, "use --use-distributed-optimizer"),
+    Incompatible("overlap_moe_expert_parallel_comm", ON, (DYNAMICS,),
                  "it runs a layer in parts, and the layer must run as a whole"),
-    Incompatible("delay_wgrad_compute", _OFF, (PRUNE,), "it computes weight gradients after they were masked"),
-    Incompatible("delay_wgrad_compute", _OFF, (FREEZE,), "frozen layers have no weight gradients to compute later"),
-    Incompatible("overlap_param_gather_with_optimizer_step", _OFF, (FREEZE, PRUNE),
+    Incompatible("delay_wgrad_compute", ON, (PRUNE,), "it computes weight gradients after they were masked"),
+    Incompatible("delay_wgrad_compute", ON, (FREEZE,), "frozen layers have no weight gradients to compute later"),
+    Incompatible("overlap_param_gather_with_optimizer_step", ON, (FREEZE, PRUNE),
                  "it steps the optimizer in parts, and weights must be complete between steps",
                  "use --overlap-param-gather alone"),
     # Memory, graphs and the optimizer
-    Incompatible("recompute_granularity", (None, "selective"), (FREEZE,), "it runs frozen layers twice for nothing",
+    Incompatible("recompute_granularity", other_than("selective"), (FREEZE,), "it runs frozen layers twice for nothing",
                  "use --recompute-granularity selective"),
-    Incompatible("recompute_granularity", (None, "selective"), (EXIT,),
+    Incompatible("recompute_granularity", other_than("selective"), (EXIT,),
                  "it runs layers again when it is no longer known which tokens had exited",
                  "use --recompute-granularity selective"),
-    Incompatible("cuda_graph_impl", ("none",), (DYNAMICS,),
+    Incompatible("cuda_graph_impl", other_than("none"), (DYNAMICS,),
                  "a CUDA graph repeats the step that it captured, and later steps differ",
                  "use --cuda-graph-impl none"),
-    Incompatible("optimizer", ("adam",), (FREEZE, PRUNE), "the scheme edits the moments of Adam",
+    Incompatible("optimizer", other_than("adam"), (FREEZE, PRUNE), "the scheme edits the moments of Adam",
                  "use --optimizer adam"),
-    Incompatible("use_precision_aware_optimizer", _OFF, (DYNAMICS,),
+    Incompatible("use_precision_aware_optimizer", ON, (DYNAMICS,),
                  "its main parameters and moments cannot be read"),
-    Incompatible("optimizer_cpu_offload", _OFF, (DYNAMICS,), "it keeps optimizer state on the host",
+    Incompatible("optimizer_cpu_offload", ON, (DYNAMICS,), "it keeps optimizer state on the host",
                  "use --use-distributed-optimizer to save memory"),
 )  # fmt: skip
 

@@ -86,8 +86,12 @@ def _refusals() -> dict[str, str]:
     refused("one stage", layers)
     again = SimpleNamespace(ckpt_assume_constant_structure=True)
     refused("plans of saves", lambda: check_configs("LayerBalancer", None, again))
+    by_rank = SimpleNamespace(save="here", ckpt_format="torch")
+    refused("checkpoints by rank", lambda: check_configs("LayerBalancer", by_rank))
     refused("no length", lambda: ExpertBalancer([model]), model.module, max_sequence_length=None)
     refused("dropout", lambda: SequenceBalancer([model], job=job), attention_dropout=0.1)
+    refused("latents", lambda: SequenceBalancer([model], job=job), multi_latent_attention=True)
+    refused("a recipe that is not known", experts, fp8="hybrid", fp8_recipe="custom")
     first, attention = experts(), SequenceBalancer([model], job=job)
     refused("a second one", experts)
     refused("a second one of sequences", lambda: SequenceBalancer([model], job=job))
@@ -119,8 +123,11 @@ EXPECTED = {
     "torch's optimizer": "optimizer of class Adam; use get_megatron_optimizer",
     "one stage": "layers cannot move, since there is only one pipeline stage; drop the LayerBalancer",
     "plans of saves": "LayerBalancer is incompatible with ckpt_assume_constant_structure=True: it saves by the plan",
+    "checkpoints by rank": "ckpt_format=torch: it would save layers by the rank that happens to have them; use torch",
     "no length": "the model does not tell its longest sequence; pass job=Job(seq_length)",
-    "dropout": "attention_dropout=0.1",
+    "dropout": "SequenceBalancer is incompatible with attention_dropout=0.1: it drops other attention scores",
+    "latents": "multi_latent_attention=True: only pretrain_gpt.py balances it; drop the SequenceBalancer",
+    "a recipe that is not known": "fp8_recipe=custom: it is not known how it stores weights; use tensorwise, blockwise",
     "a second one": "the model has a balancer of class ExpertBalancer already; close() its Balancers",
     "a second one of sequences": "a balancer of class SequenceBalancer already",
     "twice": "ExpertBalancer is given twice",
@@ -133,6 +140,36 @@ def test_wrong_use_is_one_line_that_says_the_way_out(pool):
         for name, message in told.items():
             assert EXPECTED[name] in message and "\n" not in message, (name, message)
             assert WAYS_OUT.search(message) or "a model has one balancer of a kind" in message, message
+
+
+def _misplaced() -> list[str]:
+    """Names in rows for other loops that no config there has, and in rows for `pretrain_gpt.py` alone that one has."""
+    import dataclasses
+
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer.heterogeneous.heterogeneous_config import HeterogeneousTransformerConfig
+    from megatron.training.config.training_config import CheckpointConfig
+
+    from megatron.balanced.shared.incompatible import INCOMPATIBLE, LOOPS, TRAINER
+    from tests.support.limits import BALANCERS, LATER
+
+    configs = HeterogeneousTransformerConfig, DistributedDataParallelConfig, OptimizerConfig, CheckpointConfig
+    fields = {field.name for config in configs for field in dataclasses.fields(config)}
+    rows = [row for row in INCOMPATIBLE if {*row.features} & {*BALANCERS}]
+    elsewhere = {row.flag for row in rows if row.where == LOOPS}
+    wrong = []
+    for row in rows:
+        names = {row.flag, *row.beside} - {*LATER}
+        if row.where != TRAINER:
+            wrong += names - fields
+        elif names <= fields and not names & elsewhere:
+            wrong.append(row.flag)
+    return wrong
+
+
+def test_rows_for_other_loops_name_fields_of_configs(pool):
+    assert pool.run(1, _misplaced) == [[]]
 
 
 def _groups_that_do_not_fit() -> list[str]:

@@ -45,7 +45,7 @@ REFUSED: dict[str, dict[str, str]] = {
     },
     SEQUENCES: {
         "--attention-dropout 0.1": "it drops other attention scores than a run on one rank",
-        "--moe-router-load-balancing-type sinkhorn": "it routes a token by the others on its rank; use aux_loss",
+        "--moe-router-load-balancing-type sinkhorn": "it routes a token by the others on its rank",
     },
 }
 # Flags that Megatron-LM 0.19.2 itself refuses.

@@ -191,5 +191,5 @@ def test_routers_that_see_padding_are_refused(domain):
         moe_router_enable_expert_bias=True,
     )
     also = "also incompatible: --moe-router-enable-expert-bias"
-    with pytest.raises(ValueError, match=f"--moe-aux-loss-coeff: with --sft routers see padding.*{also}"):
+    with pytest.raises(ValueError, match=f"--moe-aux-loss-coeff 0.01: with --sft routers see padding.*{also}"):
         check_sequences(args, SequenceConfig(enabled=True, domain=domain))

@@ -3,27 +3,13 @@ tiers of tests name what there is."""
 
 from pathlib import Path
 
-from megatron.balanced.shared import incompatible
-from megatron.balanced.shared.incompatible import INCOMPATIBLE, shown
+from megatron.balanced.shared.incompatible import INCOMPATIBLE, ON, one_of, other_than
 from tests.support import tiers
+from tests.support.limits import BALANCERS, DOCS, FEATURES, PAGES, written
 
-PAGE = (Path(__file__).parents[2] / "docs/support.md").read_text()
+PAGE = (DOCS / "support.md").read_text()
 FEATURES_PART = PAGE.partition("\n## Features\n")[2].partition("\n## ")[0]
 ROWS = [line.strip("|").split(" | ") for line in FEATURES_PART.splitlines() if line.startswith("| ")]
-# Feature of the checks -> flags that ask for it.
-FEATURES = {
-    incompatible.EXPERTS: "`--balance-experts`",
-    incompatible.OWN_EXPERTS: "`--balance-experts` without `--moe-grouped-gemm` of Transformer Engine",
-    incompatible.SEQUENCES: "`--balance-sequences`",
-    incompatible.SEQUENCES_OF_DATA: "`--balance-sequences --sequence-domain data`",
-    incompatible.SEQUENCES_OF_STEP: "`--sequence-micro-batches`",
-    incompatible.LAYERS: "`--balance-layers`",
-    incompatible.RELEASE: "`--repack-throughput-floor`",
-    incompatible.FILL: "`--fill-with-weight-gradients`",
-    incompatible.HYBRID: "`--hybrid-layer-pattern`",
-    incompatible.HYBRID_SEGMENTS: "`--hybrid-layer-pattern` with `\\|`",
-    incompatible.REPORT: "`--balance-report`",
-}
 
 
 def test_every_cell_says_what_was_seen():
@@ -35,25 +21,18 @@ def test_every_cell_says_what_was_seen():
         assert row[2].strip() == "not run" or row[2].strip().startswith("one H100"), row
 
 
-def refused() -> str:
-    """The table of refused combinations, in markdown."""
-    lines = ["| with | refused |", "|---|---|"]
-    for feature, asked in FEATURES.items():
-        works: dict[str, set[object]] = {}
-        for row in INCOMPATIBLE:
-            if feature in row.features:
-                works[row.flag] = works.get(row.flag, set(row.allowed)) & set(row.allowed)
-        flags = []
-        for flag, allowed in works.items():
-            but = sorted(str(value) for value in allowed if isinstance(value, str))
-            flags.append(f"`{shown(flag, True)}`" + (f" other than {', '.join(but)}" if but else ""))
-        lines.append(f"| {asked} | {', '.join(sorted(flags))} |")
-    return "\n".join(lines) + "\n"
-
-
 def test_what_is_refused_is_listed():
-    assert {feature for row in INCOMPATIBLE for feature in row.features} == set(FEATURES)
-    assert refused() in PAGE, f"write this into docs/support.md:\n{refused()}"
+    """On both pages, as the table says it."""
+    assert {feature for row in INCOMPATIBLE for feature in row.features} == {*FEATURES, *BALANCERS}
+    for page in PAGES:
+        assert (DOCS / page).read_text() == written(page), "run python -m tests.support.limits"
+
+
+def test_values_of_lists():
+    """A flag that takes several values is off if all are off, and has a value if one is it."""
+    assert 0.1 in ON and [0.0, 0.1] in ON and [0.0] not in ON and None not in ON
+    assert ["aux_loss", "sinkhorn"] in one_of("sinkhorn") and ["aux_loss"] not in one_of("sinkhorn")
+    assert [1, 0] in other_than(1) and 1 not in other_than(1) and None not in other_than(1)
 
 
 def test_the_tiers_name_files_that_are_there():

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from megatron.core import mpu
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import SelfAttention
-from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from megatron.core.transformer.utils import is_layer_window_attention
 from megatron.core.utils import get_model_config, unwrap_model
 
@@ -66,8 +65,6 @@ class AttentionBalancer(StepCallback):
     timeout_minutes: of collectives.
     machine: the cluster whose speeds plans use; None for defaults.
     report: called on one rank of a domain for each step, with a function that returns the event.
-
-    Raises ValueError for a model whose attention is not supported.
     """
 
     def __init__(
@@ -227,27 +224,7 @@ def _domain(of_context: bool) -> tuple[Domain, dist.ProcessGroup]:
 
 
 def _self_attentions(model: torch.nn.Module) -> list[Any]:
-    """The modules of self-attention of a model chunk. Raises ValueError if a setting of them is not supported."""
-    for module in model.modules():
-        if isinstance(module, MultiLatentAttention):
-            raise ValueError("only pretrain_gpt.py balances multi-latent attention; drop the SequenceBalancer")
-    found = [module for module in model.modules() if isinstance(module, SelfAttention)]
-    for module in found:
-        config = module.config
-        refused = {
-            "attention_dropout": config.attention_dropout,
-            "apply_query_key_layer_scaling": config.apply_query_key_layer_scaling,
-            "qk_clip": config.qk_clip,
-        }
-        for name, value in refused.items():
-            if value:
-                raise ValueError(f"{name}={value} is incompatible with balanced sequences; switch it off")
-        if config.cuda_graph_impl != "none":
-            raise ValueError(
-                f"balanced sequences are incompatible with cuda_graph_impl={config.cuda_graph_impl}: a graph repeats "
-                "the lengths that it captured; use none"
-            )
-    return found
+    return [module for module in model.modules() if isinstance(module, SelfAttention)]
 
 
 def _balanced_class(plain: type, balancer: AttentionBalancer) -> type:

@@ -1,14 +1,31 @@
-"""Megatron-LM flags and config fields that are incompatible with a feature: one table for all balancers.
+"""Megatron-LM flags and config fields that are incompatible with a feature: one table for all balancers and loops.
 
 They are refused at start-up. Most of them would give wrong numbers or hang without an error: they replace a module that
 the feature replaces, keep state that the feature does not read, or replay work that the feature changes.
+
+Config fields of `megatron.core` have the names of Megatron-LM's flags, so a row is for both. `pretrain_gpt.py` reads
+the table with its flags before anything is built, a balancer of another loop with the model's configs when it is
+constructed (`megatron.balanced.shared.model_checks`). `python -m tests.support.limits` writes it into the documents.
 """
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
-__all__ = ["INCOMPATIBLE", "Incompatible", "IncompatibleError", "check_compatible", "refused", "shown"]
+__all__ = [
+    "INCOMPATIBLE",
+    "ON",
+    "Incompatible",
+    "IncompatibleError",
+    "Values",
+    "check_compatible",
+    "one_of",
+    "other_than",
+    "refused",
+    "shown",
+]
 
 # Features. Balanced experts without Transformer Engine are also checked as OWN_EXPERTS.
 OWN_EXPERTS = "own experts"
@@ -17,10 +34,13 @@ EXPERTS, SEQUENCES, LAYERS, RELEASE, REPORT = "experts", "sequences", "layers", 
 SEQUENCES_OF_DATA = "sequences of data-parallel ranks"
 # and as SEQUENCES_OF_STEP if documents are distributed over the micro-batches of a step.
 SEQUENCES_OF_STEP = "sequences of a step"
+ATTENTION = "attention alone"  # sequences of other loops, whose tokens stay where they are
 FILL = "fill"  # --fill-with-weight-gradients
 HYBRID = "hybrid"  # --hybrid-layer-pattern
 HYBRID_SEGMENTS = "hybrid segments"  # with | in it
 
+# Where a row applies, if not everywhere. pretrain_gpt.py captures CUDA graphs again after a plan has changed.
+TRAINER, LOOPS = "pretrain_gpt.py", "other loops"
 
 # Arguments whose flag has another name.
 _OPTIONS = {
@@ -33,26 +53,67 @@ _OPTIONS = {
 
 
 @dataclass(frozen=True)
+class Values:
+    """Values of a flag. None, False, 0 and "", or a list of these, mean that the flag is off and are never among them.
+
+    named: these values; of a list, one element is enough.
+    others: instead, all values but the named ones.
+    """
+
+    named: tuple[object, ...]
+    others: bool = False
+
+    def __contains__(self, value: object) -> bool:
+        elements = value if isinstance(value, list) else [value]
+        if not any(elements):
+            return False
+        return value not in self.named if self.others else any(element in self.named for element in elements)
+
+
+def one_of(*values: object) -> Values:
+    """These values of a flag."""
+    return Values(values)
+
+
+def other_than(*values: object) -> Values:
+    """All values of a flag but these, and but those that switch it off."""
+    return Values(values, others=True)
+
+
+ON = other_than()
+
+
+@dataclass(frozen=True)
 class Incompatible:
     """One row of the table.
 
-    flag: the name among the arguments.
-    allowed: the values that work. None, False, 0 and "" count as one value: the flag is off.
-    features: what the other values are incompatible with.
+    flag: the name among the arguments and config fields.
+    values: the values that are refused.
+    features: what they are incompatible with.
     why: a clause for the user; "it" is the flag.
     instead: the way out.
+    beside: name of another flag -> the values of it with which the row counts; it counts if all have such values.
+    where: TRAINER or LOOPS if the row counts only there; TRAINER also for a flag that is no config field.
     """
 
     flag: str
-    allowed: tuple[object, ...]
+    values: Values
     features: tuple[str, ...]
     why: str
     instead: str = "drop it"
+    beside: Mapping[str, Values] = field(default_factory=dict)
+    where: str | None = None
 
     def refuses(self, given: Mapping[str, object]) -> bool:
-        """Whether `given` has a value that does not work. given: values by their name among the arguments."""
-        value = given.get(self.flag, self.allowed[0])
-        return value not in self.allowed and bool(value or all(self.allowed))
+        """Whether `given` has values that do not work. given: values by their names among the arguments."""
+        pairs = {self.flag: self.values, **self.beside}
+        return all(_named(given.get(name)) in values for name, values in pairs.items())
+
+    @property
+    def instead_of_field(self) -> str:
+        """The way out, with config fields in the place of flags."""
+        instead = self.instead.replace(f"use {shown(self.flag, True)} ", "use ")
+        return re.sub(r"--[a-z0-9-]+", lambda flag: flag[0][2:].replace("-", "_"), instead)
 
 
 class IncompatibleError(ValueError):
@@ -78,7 +139,7 @@ def check_compatible(
     also: further incompatible flags: (flag as the user gave it, why, way out).
     table: used instead of INCOMPATIBLE; `feature` then names features in its rows.
     """
-    rows = refused(vars(args), feature, table)
+    rows = refused(vars(args), feature, TRAINER, table)
     found = [(shown(row.flag, getattr(args, row.flag)), row.why, row.instead) for row in rows] + list(also)
     if found:
         (flag, why, instead), *others = found
@@ -89,27 +150,42 @@ def check_compatible(
 
 
 def refused(
-    given: Mapping[str, object], feature: str | tuple[str, ...], table: Sequence[Incompatible] | None = None
+    given: Mapping[str, object],
+    feature: str | tuple[str, ...],
+    where: str,
+    table: Sequence[Incompatible] | None = None,
 ) -> list[Incompatible]:
-    """The rows of the table that refuse a value for `feature`. given: values by their name among the arguments."""
+    """The rows of the table that refuse a value for `feature`.
+
+    given: values by their names among the arguments.
+    where: TRAINER or LOOPS.
+    """
     features = {feature} if isinstance(feature, str) else {*feature}
     return [
-        row for row in (INCOMPATIBLE if table is None else table) if features & {*row.features} and row.refuses(given)
+        row
+        for row in (INCOMPATIBLE if table is None else table)
+        if features & {*row.features} and row.where in (None, where) and row.refuses(given)
     ]
 
 
 def shown(name: str, value: object) -> str:
     """A flag as a user gives it."""
-    given = " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+    given = " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(_named(value))
     return "--" + _OPTIONS.get(name, name).replace("_", "-") + ("" if value is True else f" {given}")
 
 
-_OFF = (None,)
+def _named(value: object) -> object:
+    """Of an enumeration, the name that users give."""
+    return value.name if isinstance(value, Enum) else value
+
+
 _BALANCERS = (EXPERTS, SEQUENCES, LAYERS)
 _GRAPH = "a CUDA graph repeats the step that it captured, and later steps differ"
 _HOOKS = "the report measures with hooks on modules, which cannot be part of a CUDA graph"
+_CAPTURED = "a captured graph repeats the plain model"
 _TE_EXPERTS = "it needs Transformer Engine's grouped experts"
 _USE_TE_EXPERTS = "use --transformer-impl transformer_engine --moe-grouped-gemm"
+_OWN_BALANCER = "with it Megatron-LM balances experts itself"
 _MODULES = "our modules, which replace Megatron-LM's, do not support it"
 _STATE = "its state passes from each token to the next, and a rank has only pieces of documents"
 _LOGITS = "it reads attention scores, of which each rank has only a part"
@@ -120,166 +196,221 @@ _LEAVE = "it treats ranks that leave as failed"
 _DROPS = "which tokens it drops depends on the other tokens of their rank"
 _STEPS = "documents are distributed over the micro-batches of a step, and steps must have one size"
 _SCALES = "it is stored with a scale for each shard, and a move changes the shards"
+_MIXED = "it stores experts of some layers in another format, and replica slots have one format"
+_PADDING = "with --sft routers see padding, which balanced sequences leave out"
 _IN_PARTS = "it steps the optimizer in parts, and weights must be complete between steps"
 
 INCOMPATIBLE: tuple[Incompatible, ...] = (
     # The model
-    Incompatible("spec", _OFF, _BALANCERS, "it builds a model without our modules"),
-    Incompatible("transformer_impl", ("local", "transformer_engine"), (EXPERTS, SEQUENCES),
+    Incompatible("spec", ON, _BALANCERS, "it builds a model without our modules", where=TRAINER),
+    Incompatible("transformer_impl", other_than("local", "transformer_engine"), (EXPERTS, SEQUENCES),
                  "its experts and its attention cannot be replaced", "use --transformer-impl local"),
-    Incompatible("transformer_impl", ("local", "transformer_engine"), (HYBRID,), "its layers cannot be trained",
-                 "use --transformer-impl transformer_engine"),
-    Incompatible("num_layers_per_virtual_pipeline_stage", _OFF, (HYBRID,), _SEGMENTS),
-    Incompatible("num_virtual_stages_per_pipeline_rank", _OFF, (HYBRID,), _SEGMENTS),
-    Incompatible("pipeline_model_parallel_layout", _OFF, (HYBRID,), _SEGMENTS),
-    Incompatible("account_for_embedding_in_pipeline_split", _OFF, (HYBRID,), _SEGMENTS),
-    Incompatible("account_for_loss_in_pipeline_split", _OFF, (HYBRID,), _SEGMENTS),
-    Incompatible("decoder_first_pipeline_num_layers", _OFF, (HYBRID_SEGMENTS,), _SEGMENTS),
-    Incompatible("decoder_last_pipeline_num_layers", _OFF, (HYBRID_SEGMENTS,), _SEGMENTS),
-    Incompatible("moe_layer_freq", (1,), (HYBRID,), "E in the pattern says which layers have experts"),
-    Incompatible("qk_layernorm", _OFF, (HYBRID,), "Megatron-LM leaves these norms out of hybrid models"),
-    Incompatible("qk_l2_norm", _OFF, (HYBRID,), "Megatron-LM leaves these norms out of hybrid models"),
-    Incompatible("experimental_attention_variant", _OFF, (HYBRID,), "the pattern says which attention layers have"),
-    Incompatible("linear_attention_freq", _OFF, (HYBRID,), "the pattern says which attention layers have"),
-    Incompatible("heterogeneous_layers_config_path", _OFF, (HYBRID,), "the pattern says what layers are"),
-    Incompatible("heterogeneous_layers_config_encoded_json", _OFF, (HYBRID,), "the pattern says what layers are"),
-    Incompatible("overlap_moe_expert_parallel_comm", _OFF, (HYBRID,),
+    Incompatible("transformer_impl", other_than("local", "transformer_engine"), (HYBRID,),
+                 "its layers cannot be trained", "use --transformer-impl transformer_engine"),
+    Incompatible("num_layers_per_virtual_pipeline_stage", ON, (HYBRID,), _SEGMENTS),
+    Incompatible("num_virtual_stages_per_pipeline_rank", ON, (HYBRID,), _SEGMENTS),
+    Incompatible("pipeline_model_parallel_layout", ON, (HYBRID,), _SEGMENTS),
+    Incompatible("account_for_embedding_in_pipeline_split", ON, (HYBRID,), _SEGMENTS),
+    Incompatible("account_for_loss_in_pipeline_split", ON, (HYBRID,), _SEGMENTS),
+    Incompatible("decoder_first_pipeline_num_layers", ON, (HYBRID_SEGMENTS,), _SEGMENTS),
+    Incompatible("decoder_last_pipeline_num_layers", ON, (HYBRID_SEGMENTS,), _SEGMENTS),
+    Incompatible("moe_layer_freq", other_than(1), (HYBRID,), "E in the pattern says which layers have experts"),
+    Incompatible("qk_layernorm", ON, (HYBRID,), "Megatron-LM leaves these norms out of hybrid models"),
+    Incompatible("qk_l2_norm", ON, (HYBRID,), "Megatron-LM leaves these norms out of hybrid models"),
+    Incompatible("experimental_attention_variant", ON, (HYBRID,), "the pattern says which attention layers have"),
+    Incompatible("linear_attention_freq", ON, (HYBRID,), "the pattern says which attention layers have"),
+    Incompatible("heterogeneous_layers_config_path", ON, (HYBRID,), "the pattern says what layers are"),
+    Incompatible("heterogeneous_layers_config_encoded_json", ON, (HYBRID,), "the pattern says what layers are"),
+    Incompatible("overlap_moe_expert_parallel_comm", ON, (HYBRID,),
                  "Megatron-LM only runs layers of GPT models in parts"),
-    Incompatible("moe_use_upcycling", _OFF, (HYBRID,), "it upcycles GPT models"),
-    Incompatible("heterogeneous_layers_config_path", _OFF, (LAYERS,), _BUILDS),
-    Incompatible("heterogeneous_layers_config_encoded_json", _OFF, (LAYERS,), _BUILDS),
-    Incompatible("init_model_with_meta_device", _OFF, (LAYERS,), "layers that arrive are built on the device"),
-    Incompatible("moe_use_upcycling", _OFF, (LAYERS,), "it builds the model twice", "upcycle in a separate run"),
-    Incompatible("mtp_num_layers", _OFF, (RELEASE,), "layers of multi-token prediction cannot change their stage"),
+    Incompatible("moe_use_upcycling", ON, (HYBRID,), "it upcycles GPT models"),
+    Incompatible("heterogeneous_layers_config_path", ON, (LAYERS,), _BUILDS),
+    Incompatible("heterogeneous_layers_config_encoded_json", ON, (LAYERS,), _BUILDS),
+    Incompatible("init_model_with_meta_device", ON, (LAYERS,), "layers that arrive are built on the device"),
+    Incompatible("moe_use_upcycling", ON, (LAYERS,), "it builds the model twice", "upcycle in a separate run",
+                 where=TRAINER),
+    Incompatible("mtp_num_layers", ON, (RELEASE,), "layers of multi-token prediction cannot change their stage"),
     # Experts
-    Incompatible("use_te_activation_func", _OFF, (EXPERTS,), _MODULES),
-    Incompatible("mlp_chunks_for_training", (1,), (EXPERTS,),
+    Incompatible("use_te_activation_func", ON, (EXPERTS,), _MODULES),
+    Incompatible("mlp_chunks_for_training", other_than(1), (EXPERTS,),
                  "the tokens of a micro-batch then pass through the experts in several parts", "use 1"),
-    Incompatible("moe_grouped_gemm", _OFF, (OWN_EXPERTS,), _TE_EXPERTS,
+    Incompatible("moe_grouped_gemm", ON, (OWN_EXPERTS,), _TE_EXPERTS,
                  "use --transformer-impl transformer_engine, or drop it"),
-    Incompatible("use_transformer_engine_op_fuser", _OFF, (OWN_EXPERTS,), _TE_EXPERTS, _USE_TE_EXPERTS),
-    Incompatible("moe_mlp_glu_interleave_size", _OFF, (OWN_EXPERTS,), _TE_EXPERTS, _USE_TE_EXPERTS),
-    Incompatible("moe_single_grouped_weight", _OFF, (EXPERTS,),
+    Incompatible("use_transformer_engine_op_fuser", ON, (OWN_EXPERTS,), _TE_EXPERTS, _USE_TE_EXPERTS),
+    Incompatible("moe_mlp_glu_interleave_size", ON, (OWN_EXPERTS,), _TE_EXPERTS, _USE_TE_EXPERTS),
+    Incompatible("moe_single_grouped_weight", ON, (EXPERTS,),
                  "it keeps all experts in one weight, and replicas are further weights"),
-    Incompatible("moe_single_grouped_bias", _OFF, (EXPERTS,),
+    Incompatible("moe_single_grouped_bias", ON, (EXPERTS,),
                  "it keeps all experts in one bias, and replicas are further biases"),
-    Incompatible("moe_pad_expert_input_to_capacity", _OFF, (EXPERTS,),
+    Incompatible("moe_pad_expert_input_to_capacity", ON, (EXPERTS,),
                  "it pads logical experts, and replicas would take the padding for tokens",
                  "use --moe-expert-capacity-factor without it"),
-    Incompatible("moe_ncclep_static_shape", _OFF, (EXPERTS,), "it passes experts more rows than they have tokens"),
-    Incompatible("moe_routing_trace_path", _OFF, (LAYERS,), "it records routers that a move replaces",
-                 "use --balance-report"),
+    Incompatible("moe_ncclep_static_shape", ON, (EXPERTS,), "it passes experts more rows than they have tokens"),
+    Incompatible("moe_enable_echo", ON, (EXPERTS,), _OWN_BALANCER),
+    Incompatible("moe_enable_scheduler", ON, (EXPERTS,), _OWN_BALANCER),
+    Incompatible("moe_flex_dispatcher_backend", other_than("deepep", "hybridep", "ncclep"), (EXPERTS,), _OWN_BALANCER,
+                 "use --moe-flex-dispatcher-backend deepep"),
+    Incompatible("moe_flex_dispatcher_backend", one_of("ncclep"), (EXPERTS,),
+                 "NCCL EP is started once, for one number of experts, and the repeated layer has no replicas",
+                 "drop --mtp-use-repeated-layer or use --moe-flex-dispatcher-backend deepep",
+                 {"moe_token_dispatcher_type": one_of("flex"), "mtp_num_layers": ON, "mtp_use_repeated_layer": ON}),
+    Incompatible("moe_routing_trace_path", ON, (LAYERS,), "it records routers that a move replaces",
+                 "use --balance-report", where=TRAINER),
     # Attention, positions and data
-    Incompatible("attention_dropout", _OFF, (SEQUENCES,),
+    Incompatible("attention_dropout", ON, (SEQUENCES, ATTENTION),
                  "it drops other attention scores than a run on one rank", "use --attention-dropout 0"),
-    Incompatible("experimental_attention_variant", (None, "dsa"), (SEQUENCES,), _STATE),
-    Incompatible("experimental_attention_variant", (None, "gated_delta_net"), (SEQUENCES,),
+    Incompatible("experimental_attention_variant", other_than("dsa"), (SEQUENCES,), _STATE),
+    Incompatible("experimental_attention_variant", one_of("dsa"), (SEQUENCES,),
                  "it chooses keys by their scores among all keys of a document, and a rank has only pieces"),
-    Incompatible("linear_attention_freq", _OFF, (SEQUENCES,), _STATE),
-    Incompatible("qk_clip", _OFF, (SEQUENCES,), _LOGITS),
-    Incompatible("log_max_attention_logit", _OFF, (SEQUENCES,), _LOGITS),
-    Incompatible("position_embedding_type", ("learned_absolute", "rope", "yarn", "none"), (SEQUENCES,),
+    Incompatible("linear_attention_freq", ON, (SEQUENCES,), _STATE),
+    Incompatible("attention_backend", other_than("auto", "flash"), (SEQUENCES,),
+                 "it merges partial results of attention, which needs flash attention", "use auto or flash"),
+    Incompatible("apply_query_key_layer_scaling", ON, (ATTENTION,), "balanced attention does not scale by layer"),
+    Incompatible("multi_latent_attention", ON, (ATTENTION,), "only pretrain_gpt.py balances it",
+                 "drop the SequenceBalancer"),
+    Incompatible("qk_clip", ON, (SEQUENCES, ATTENTION), _LOGITS),
+    Incompatible("log_max_attention_logit", ON, (SEQUENCES,), _LOGITS),
+    Incompatible("position_embedding_type", other_than("learned_absolute", "rope", "yarn", "none"), (SEQUENCES,),
                  "it does not count positions from the beginning of a document",
                  "use --position-embedding-type rope"),
-    Incompatible("reset_attention_mask", _OFF, (SEQUENCES,), "it makes a dense mask",
+    Incompatible("reset_attention_mask", ON, (SEQUENCES,), "it makes a dense mask",
                  "use --dataloader-inter-document-masking instead"),
-    Incompatible("hybrid_context_parallel", _OFF, (SEQUENCES,), "it splits batches in its own way", "drop it"),
-    Incompatible("hybrid_context_parallel", _OFF, (RELEASE,), "its process groups cannot shrink yet"),
-    Incompatible("dataloader_type", ("single", None), (SEQUENCES_OF_DATA, SEQUENCES_OF_STEP),
+    Incompatible("hybrid_context_parallel", ON, (SEQUENCES,), "it splits batches in its own way"),
+    Incompatible("hybrid_context_parallel", ON, (RELEASE,), "its process groups cannot shrink yet"),
+    Incompatible("dataloader_type", other_than("single"), (SEQUENCES_OF_DATA, SEQUENCES_OF_STEP),
                  "it gives data-parallel ranks samples in an order of its own", "use --dataloader-type single"),
-    Incompatible("rampup_batch_size", _OFF, (SEQUENCES_OF_STEP,), _STEPS),
-    Incompatible("step_batch_size_schedule", _OFF, (SEQUENCES_OF_STEP,), _STEPS),
-    Incompatible("decrease_batch_size_if_needed", _OFF, (SEQUENCES_OF_STEP,), _STEPS),
-    Incompatible("full_validation", _OFF, (SEQUENCES_OF_DATA,),
+    Incompatible("rampup_batch_size", ON, (SEQUENCES_OF_STEP,), _STEPS),
+    Incompatible("step_batch_size_schedule", ON, (SEQUENCES_OF_STEP,), _STEPS),
+    Incompatible("decrease_batch_size_if_needed", ON, (SEQUENCES_OF_STEP,), _STEPS),
+    Incompatible("full_validation", ON, (SEQUENCES_OF_DATA,),
                  "data-parallel ranks may have different numbers of validation samples", "use --eval-iters"),
-    Incompatible("fim_data", _OFF, (SEQUENCES_OF_DATA, SEQUENCES_OF_STEP),
+    Incompatible("fim_data", ON, (SEQUENCES_OF_DATA, SEQUENCES_OF_STEP),
                  "its permutations depend on the samples that a rank has read before"),
-    Incompatible("moe_expert_capacity_factor", _OFF, (SEQUENCES_OF_DATA, SEQUENCES_OF_STEP), _DROPS),
-    Incompatible("moe_expert_rank_capacity_factor", _OFF, (SEQUENCES_OF_DATA, SEQUENCES_OF_STEP), _DROPS),
-    Incompatible("gtp_weight_remat_size", (1, None), (SEQUENCES_OF_DATA,),
+    Incompatible("moe_expert_capacity_factor", ON, (SEQUENCES_OF_DATA, SEQUENCES_OF_STEP), _DROPS),
+    Incompatible("moe_expert_rank_capacity_factor", ON, (SEQUENCES_OF_DATA, SEQUENCES_OF_STEP), _DROPS),
+    Incompatible("mlp_chunks_for_training", other_than(1), (SEQUENCES,),
+                 "the tokens of a micro-batch then pass through the routers in several parts", "use 1",
+                 {"num_experts": ON}),
+    Incompatible("moe_z_loss_coeff", ON, (SEQUENCES,), _PADDING, beside={"sft": ON, "num_experts": ON}),
+    Incompatible("moe_aux_loss_coeff", ON, (SEQUENCES,), _PADDING, beside={"sft": ON, "num_experts": ON}),
+    Incompatible("moe_router_enable_expert_bias", ON, (SEQUENCES,), _PADDING, beside={"sft": ON, "num_experts": ON}),
+    Incompatible("moe_router_load_balancing_type", one_of("sinkhorn"), (SEQUENCES,),
+                 "it routes a token by the others on its rank", "use aux_loss", {"num_experts": ON}),
+    Incompatible("moe_router_load_balancing_type", one_of("quantile_balancing"),
+                 (SEQUENCES_OF_DATA, SEQUENCES_OF_STEP), "it takes quantiles over the tokens of a rank", "use aux_loss",
+                 {"num_experts": ON}),
+    Incompatible("gtp_weight_remat_size", other_than(1), (SEQUENCES_OF_DATA,),
                  "its ranks have other micro-batches, in addition to data-parallel ranks"),
     # Weight gradients that wait
-    Incompatible("transformer_impl", ("local", "transformer_engine"), (FILL,),
+    Incompatible("transformer_impl", other_than("local", "transformer_engine"), (FILL,),
                  "its linear layers compute weight gradients in their backward passes",
                  "use --transformer-impl transformer_engine"),
-    Incompatible("use_transformer_engine_op_fuser", _OFF, (FILL,),
+    Incompatible("use_transformer_engine_op_fuser", ON, (FILL,),
                  "its fused products compute weight gradients in their backward passes"),
-    Incompatible("tp_comm_overlap", _OFF, (FILL,), "its messages overlap the computation of weight gradients"),
-    Incompatible("overlap_dispatch_backward_with_experts_wgrad", _OFF, (FILL,),
+    Incompatible("tp_comm_overlap", ON, (FILL,), "its messages overlap the computation of weight gradients"),
+    Incompatible("overlap_dispatch_backward_with_experts_wgrad", ON, (FILL,),
                  "both decide when weight gradients are computed"),
-    Incompatible("overlap_moe_expert_parallel_comm", _OFF, (FILL,), "it alternates parts of two passes"),
-    Incompatible("delay_wgrad_compute", _OFF, (FILL,), "both decide when weight gradients are computed"),
-    Incompatible("defer_embedding_wgrad_compute", _OFF, (FILL,), "both decide when weight gradients are computed"),
-    Incompatible("use_ring_exchange_p2p", _OFF, (FILL,), "its messages cannot be waited for later"),
-    Incompatible("use_megatron_fsdp", _OFF, (FILL,), "it shards the parameters of a layer over ranks",
+    Incompatible("overlap_moe_expert_parallel_comm", ON, (FILL,), "it alternates parts of two passes"),
+    Incompatible("delay_wgrad_compute", ON, (FILL,), "both decide when weight gradients are computed"),
+    Incompatible("defer_embedding_wgrad_compute", ON, (FILL,), "both decide when weight gradients are computed"),
+    Incompatible("use_ring_exchange_p2p", ON, (FILL,), "its messages cannot be waited for later"),
+    Incompatible("use_megatron_fsdp", ON, (FILL,), "it shards the parameters of a layer over ranks",
                  "use --use-distributed-optimizer"),
-    Incompatible("use_torch_fsdp2", _OFF, (FILL,), "it shards the parameters of a layer over ranks",
+    Incompatible("use_torch_fsdp2", ON, (FILL,), "it shards the parameters of a layer over ranks",
                  "use --use-distributed-optimizer"),
-    Incompatible("gtp_weight_remat_size", (1, None), (FILL,), "it gathers weights again for their gradients"),
-    Incompatible("cuda_graph_impl", ("none",), (FILL,), _GRAPH, "use --cuda-graph-impl none"),
-    Incompatible("enable_cuda_graph", _OFF, (FILL,), _GRAPH),
-    Incompatible("external_cuda_graph", _OFF, (FILL,), _GRAPH),
+    Incompatible("gtp_weight_remat_size", other_than(1), (FILL,), "it gathers weights again for their gradients"),
+    Incompatible("cuda_graph_impl", other_than("none"), (FILL,), _GRAPH, "use --cuda-graph-impl none"),
+    Incompatible("enable_cuda_graph", ON, (FILL,), _GRAPH),
+    Incompatible("external_cuda_graph", ON, (FILL,), _GRAPH),
     # Parallelism and overlaps
-    Incompatible("use_tp_pp_dp_mapping", _OFF, (RELEASE,), "it spreads each stage over all nodes, so no node is freed"),
-    Incompatible("use_megatron_fsdp", _OFF, (EXPERTS, LAYERS),
+    Incompatible("use_tp_pp_dp_mapping", ON, (RELEASE,), "it spreads each stage over all nodes, so no node is freed"),
+    Incompatible("use_megatron_fsdp", ON, (EXPERTS, LAYERS),
                  "it shards the parameters of a layer over ranks", "use --use-distributed-optimizer"),
-    Incompatible("use_torch_fsdp2", _OFF, (EXPERTS, LAYERS),
-                 "it shards the parameters of a layer over ranks", "use --use-distributed-optimizer"),
-    Incompatible("use_megatron_fsdp", _OFF, (SEQUENCES,), "the two were never tested together",
+    Incompatible("use_torch_fsdp2", ON, (EXPERTS, LAYERS),
+                 "it shards the parameters of a layer over ranks", "use --use-distributed-optimizer", where=TRAINER),
+    Incompatible("use_megatron_fsdp", ON, (SEQUENCES,), "the two were never tested together",
                  "use --use-distributed-optimizer"),
-    Incompatible("use_torch_fsdp2", _OFF, (SEQUENCES,), "the two were never tested together",
+    Incompatible("use_torch_fsdp2", ON, (SEQUENCES,), "the two were never tested together",
                  "use --use-distributed-optimizer"),
-    Incompatible("gtp_weight_remat_size", (1, None), (LAYERS,), "a move does not support the way it shards weights"),
-    Incompatible("overlap_dispatch_backward_with_experts_wgrad", _OFF, (EXPERTS,),
+    Incompatible("gtp_weight_remat_size", other_than(1), (LAYERS,),
+                 "a move does not support the way it shards weights"),
+    Incompatible("overlap_dispatch_backward_with_experts_wgrad", ON, (EXPERTS,),
                  "Megatron-LM reduces gradients of experts before it has computed them, unless --delay-wgrad-compute "
                  "is given",
                  "use --overlap-moe-expert-parallel-comm --delay-wgrad-compute"),
-    Incompatible("overlap_param_gather_with_optimizer_step", _OFF, (EXPERTS, LAYERS), _IN_PARTS,
+    Incompatible("overlap_param_gather_with_optimizer_step", ON, (EXPERTS, LAYERS), _IN_PARTS,
                  "use --overlap-param-gather alone"),
-    Incompatible("nccl_ub", _OFF, (LAYERS,), "it registers buffers that a move replaces"),
+    Incompatible("nccl_ub", ON, (LAYERS,), "it registers buffers that a move replaces"),
     # Memory, precision and graphs
-    Incompatible("fp8", _OFF, (OWN_EXPERTS,), _TE_EXPERTS, "add --moe-grouped-gemm, or use --bf16"),
-    Incompatible("fp4", _OFF, (EXPERTS,), "replicas were never tested with it", "use --fp8-format or --bf16"),
-    Incompatible("moe_single_grouped_weight", _OFF, (LAYERS,),
+    Incompatible("fp8", ON, (OWN_EXPERTS,), _TE_EXPERTS, "add --moe-grouped-gemm, or use --bf16"),
+    Incompatible("fp8_recipe", one_of("delayed"), (EXPERTS,),
+                 "scales depend on the history of an expert's tokens, which are on several ranks",
+                 "use --fp8-recipe tensorwise, blockwise or mxfp8", {"fp8": ON}),
+    Incompatible("fp8_recipe", other_than("delayed", "tensorwise", "blockwise", "mxfp8"), (EXPERTS,),
+                 "it is not known how it stores weights", "use --fp8-recipe tensorwise, blockwise or mxfp8",
+                 {"fp8": ON}),
+    Incompatible("first_last_layers_bf16", ON, (EXPERTS,), _MIXED, "drop it, or --fp8-param-gather",
+                 {"fp8": ON, "fp8_param_gather": ON}),
+    Incompatible("te_precision_config_file", ON, (EXPERTS,), _MIXED, "drop it, or --fp8-param-gather",
+                 {"fp8": ON, "fp8_param_gather": ON}, TRAINER),
+    Incompatible("fp4", ON, (EXPERTS,), "replicas were never tested with it", "use --fp8-format or --bf16"),
+    Incompatible("moe_single_grouped_weight", ON, (LAYERS,),
                  "it stores experts in one tensor, which a move does not support"),
-    Incompatible("fp4", _OFF, (LAYERS,), "a move does not transfer its scales", "use --bf16"),
-    Incompatible("fine_grained_activation_offloading", _OFF, (RELEASE,),
+    Incompatible("fp4", ON, (LAYERS,), "a move does not transfer its scales", "use --bf16"),
+    Incompatible("fine_grained_activation_offloading", ON, (RELEASE,),
                  "it fails on a stage with one layer, which a shorter pipeline may have"),
-    Incompatible("cpu_offloading_num_layers", _OFF, (LAYERS,), _COUNTS),
-    Incompatible("cuda_graph_impl", ("none",), (SEQUENCES,), _GRAPH, "use --cuda-graph-impl none"),
-    Incompatible("cuda_graph_impl", ("none", "transformer_engine", "full_iteration"), (EXPERTS,), _GRAPH,
-                 "use --cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router"),
-    Incompatible("cuda_graph_impl", ("none", "transformer_engine"), (LAYERS,),
-                 "it cannot be captured again after a move", "use --cuda-graph-impl transformer_engine"),
-    Incompatible("cuda_graph_impl", ("none",), (RELEASE,), "its graphs hold process groups that shrink",
+    Incompatible("fine_grained_activation_offloading", ON, (EXPERTS,),
+                 "replicas are untested with it in CUDA graphs", "use --cuda-graph-impl none",
+                 {"cuda_graph_impl": other_than("none")}, TRAINER),
+    Incompatible("fine_grained_activation_offloading", ON, (LAYERS,),
+                 "a move restarts it, but a CUDA graph holds its streams", "use --cuda-graph-impl none",
+                 {"cuda_graph_impl": other_than("none")}, TRAINER),
+    Incompatible("cpu_offloading_num_layers", ON, (LAYERS,), _COUNTS),
+    Incompatible("cuda_graph_impl", other_than("none"), (SEQUENCES,), _GRAPH, "use --cuda-graph-impl none"),
+    Incompatible("cuda_graph_impl", other_than("none", "transformer_engine", "full_iteration"), (EXPERTS,), _GRAPH,
+                 "use --cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router", where=TRAINER),
+    Incompatible("cuda_graph_impl", other_than("none", "transformer_engine"), (LAYERS,),
+                 "it cannot be captured again after a move", "use --cuda-graph-impl transformer_engine",
+                 where=TRAINER),
+    Incompatible("cuda_graph_impl", other_than("none"), (LAYERS,),
+                 "layers of hybrid models cannot be captured again after a move", "use --cuda-graph-impl none",
+                 {"hybrid_layer_pattern": ON}, TRAINER),
+    Incompatible("cuda_graph_impl", other_than("none"), (RELEASE,), "its graphs hold process groups that shrink",
                  "use --cuda-graph-impl none"),
-    Incompatible("enable_cuda_graph", _OFF, (*_BALANCERS, RELEASE), _GRAPH),
-    Incompatible("external_cuda_graph", _OFF, (SEQUENCES, RELEASE), _GRAPH),
-    Incompatible("cuda_graph_impl", ("none",), (REPORT,), _HOOKS, "use --cuda-graph-impl none"),
-    Incompatible("enable_cuda_graph", _OFF, (REPORT,), _HOOKS),
-    Incompatible("external_cuda_graph", _OFF, (REPORT,), _HOOKS),
-    Incompatible("optimizer_cuda_graph", _OFF, (LAYERS,), "the graph belongs to an optimizer that a move replaces"),
+    Incompatible("enable_cuda_graph", ON, (*_BALANCERS, RELEASE), _GRAPH, where=TRAINER),
+    Incompatible("external_cuda_graph", ON, (SEQUENCES, RELEASE), _GRAPH),
+    Incompatible("cuda_graph_impl", other_than("none"), (EXPERTS, ATTENTION, LAYERS), _CAPTURED,
+                 "use --cuda-graph-impl none", where=LOOPS),
+    Incompatible("enable_cuda_graph", ON, (EXPERTS, ATTENTION, LAYERS), _CAPTURED, where=LOOPS),
+    Incompatible("external_cuda_graph", ON, (EXPERTS, ATTENTION, LAYERS), _CAPTURED, where=LOOPS),
+    Incompatible("cuda_graph_impl", other_than("none"), (REPORT,), _HOOKS, "use --cuda-graph-impl none"),
+    Incompatible("enable_cuda_graph", ON, (REPORT,), _HOOKS),
+    Incompatible("external_cuda_graph", ON, (REPORT,), _HOOKS),
+    Incompatible("optimizer_cuda_graph", ON, (LAYERS,), "the graph belongs to an optimizer that a move replaces"),
     # The optimizer, checkpoints and the job
-    Incompatible("optimizer", ("adam", "sgd", "muon", "dist_muon", "lion", "adaptive_muon"), (LAYERS,),
+    Incompatible("optimizer", other_than("adam", "sgd", "muon", "dist_muon", "lion", "adaptive_muon"), (LAYERS,),
                  "it keeps matrices that do not have the shape of a weight, which a move does not support",
                  "use --optimizer muon"),
-    Incompatible("optimizer", ("adam", "sgd", "muon", "dist_muon", "lion", "soap"), (LAYERS,),
+    Incompatible("optimizer", one_of("adaptive_muon"), (LAYERS,),
                  "Megatron-LM 0.19.2 cannot run it with emerging-optimizers 0.3.0, so no move was tried",
                  "use --optimizer muon"),
-    Incompatible("optimizer_cpu_offload", _OFF, (LAYERS,), "it keeps optimizer state on the host",
+    Incompatible("optimizer_cpu_offload", ON, (LAYERS,), "it keeps optimizer state on the host",
                  "use --use-distributed-optimizer to save memory"),
-    Incompatible("main_params_dtype", ("fp32",), (LAYERS,), _SCALES, "use --main-params-dtype fp32"),
-    Incompatible("exp_avg_dtype", ("fp32", "bf16"), (LAYERS,), _SCALES, "use --exp-avg-dtype bf16"),
-    Incompatible("exp_avg_sq_dtype", ("fp32", "bf16"), (LAYERS,), _SCALES, "use --exp-avg-sq-dtype bf16"),
-    Incompatible("num_distributed_optimizer_instances", (1, None), (RELEASE,),
+    Incompatible("main_params_dtype", other_than("fp32"), (LAYERS,), _SCALES, "use --main-params-dtype fp32"),
+    Incompatible("exp_avg_dtype", other_than("fp32", "bf16"), (LAYERS,), _SCALES, "use --exp-avg-dtype bf16"),
+    Incompatible("exp_avg_sq_dtype", other_than("fp32", "bf16"), (LAYERS,), _SCALES, "use --exp-avg-sq-dtype bf16"),
+    Incompatible("num_distributed_optimizer_instances", other_than(1), (RELEASE,),
                  "the optimizer's groups cannot shrink yet"),
-    Incompatible("non_persistent_ckpt_type", (None, "global", "in_memory"), (LAYERS,),
+    Incompatible("non_persistent_ckpt_type", other_than("global", "in_memory"), (LAYERS,),
                  "it saves state by rank, and layers change ranks", "use --non-persistent-ckpt-type global"),
-    Incompatible("async_save", _OFF, (RELEASE,), "ranks may leave before a checkpoint is complete"),
-    Incompatible("ckpt_assume_constant_structure", _OFF, (LAYERS,),
+    Incompatible("async_save", ON, (RELEASE,), "ranks may leave before a checkpoint is complete"),
+    Incompatible("ckpt_format", other_than("torch_dist"), (LAYERS,),
+                 "it would save layers by the rank that happens to have them", "use --ckpt-format torch_dist",
+                 {"save": ON}),
+    Incompatible("ckpt_assume_constant_structure", ON, (LAYERS,),
                  "it saves by the plan of the first save, and layers change ranks"),
-    Incompatible("wandb_project", _OFF, (RELEASE,), "the rank that writes it leaves", "use --tensorboard-dir"),
-    Incompatible("log_straggler", _OFF, (RELEASE,), "it counts ranks that have left", "use --balance-report"),
-    Incompatible("enable_ft_package", _OFF, (RELEASE,), _LEAVE),
-    Incompatible("inprocess_restart", _OFF, (RELEASE,), _LEAVE),
+    Incompatible("wandb_project", ON, (RELEASE,), "the rank that writes it leaves", "use --tensorboard-dir"),
+    Incompatible("log_straggler", ON, (RELEASE,), "it counts ranks that have left", "use --balance-report"),
+    Incompatible("enable_ft_package", ON, (RELEASE,), _LEAVE),
+    Incompatible("inprocess_restart", ON, (RELEASE,), _LEAVE),
 )  # fmt: skip

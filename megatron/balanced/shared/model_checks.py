@@ -1,10 +1,8 @@
 """Checks whether a balancer supports a finished model, before the balancer changes anything.
 
-Config fields of `megatron.core` have the names of Megatron-LM's flags, so the rows of
-`megatron.balanced.shared.incompatible` apply to both.
+Its configs are checked by the rows of `megatron.balanced.shared.incompatible`, its wrapping and process groups here.
 """
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,28 +12,11 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.utils import get_model_config, unwrap_model
 
-from megatron.balanced.shared.incompatible import EXPERTS, LAYERS, Incompatible, refused
+from megatron.balanced.shared.incompatible import ATTENTION, EXPERTS, LAYERS, LOOPS, TRAINER, refused
 
 __all__ = ["check_configs", "check_model", "mark_model", "unmark_model"]
 
-_CAPTURED = "a captured graph repeats the plain model"
-_OWN = "with it Megatron-LM balances experts itself"
-# Replace the table's rows about CUDA graphs where the loop does not capture them again.
-_GRAPHS = (
-    Incompatible("cuda_graph_impl", ("none", None), (), _CAPTURED, "use none"),
-    Incompatible("enable_cuda_graph", (None,), (), _CAPTURED),
-    Incompatible("external_cuda_graph", (None,), (), _CAPTURED),
-)
-# Megatron-LM's own balancers, of versions after 0.19.2, and what `pretrain_gpt.py` derives from several flags.
-_OF_EXPERTS = (
-    Incompatible("moe_enable_echo", (None,), (), _OWN),
-    Incompatible("moe_enable_scheduler", (None,), (), _OWN),
-    Incompatible("moe_flex_dispatcher_backend", ("deepep", "hybridep", "ncclep", None), (), _OWN, "use deepep"),
-    Incompatible("fp8_recipe", ("tensorwise", "blockwise", "mxfp8"), (),
-                 "scales depend on the history of an expert's tokens, which are on several ranks",
-                 "use tensorwise, blockwise or mxfp8"),
-)  # fmt: skip
-_FEATURES = {"ExpertBalancer": EXPERTS, "LayerBalancer": LAYERS}
+_FEATURES = {"ExpertBalancer": EXPERTS, "SequenceBalancer": ATTENTION, "LayerBalancer": LAYERS}
 _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.uint8: "fp8"}
 _MARK = "balanced_by"  # attribute of a model chunk: class names of its balancers
 
@@ -63,8 +44,8 @@ def check_model(
         for module in chunk.modules():
             if getattr(module, "cuda_graphs", None) or hasattr(module, "cudagraph_manager"):
                 raise ValueError(
-                    f"a {type(module).__name__} of the model has CUDA graphs already: {_CAPTURED}; make the {kind} "
-                    "first, and capture none"
+                    f"a {type(module).__name__} of the model has CUDA graphs already: a captured graph repeats "
+                    f"the plain model; make the {kind} first, and capture none"
                 )
 
 
@@ -123,20 +104,14 @@ def _check_groups(chunks: Sequence[torch.nn.Module]) -> None:
 
 def check_configs(kind: str, *configs: Any, recaptures: bool = False) -> None:
     """Raise ValueError for a value in `configs` that a balancer of class `kind` does not support. A config may be None.
-    recaptures: as in `Job`."""
-    graphs = () if recaptures else _GRAPHS
+    recaptures: as in `Job`; only the loop of `pretrain_gpt.py` does."""
     known: dict[str, Any] = {}
     for config in configs:
         known |= {} if config is None else vars(config)
     known = {
         name: _DTYPES.get(value, value) if isinstance(value, torch.dtype) else value for name, value in known.items()
     }
-    if not known.get("fp8"):
-        known.pop("fp8_recipe", None)
-    replaced = {row.flag for row in graphs}
-    rows = [row for row in refused(known, _FEATURES.get(kind, ())) if row.flag not in replaced]
-    rows += [row for row in (*graphs, *(_OF_EXPERTS if kind == "ExpertBalancer" else ())) if row.refuses(known)]
+    rows = refused(known, _FEATURES[kind], TRAINER if recaptures else LOOPS)
     if rows:
         row = rows[0]
-        instead = re.sub(r"--[a-z0-9-]+", lambda flag: flag[0][2:].replace("-", "_"), row.instead)
-        raise ValueError(f"{kind} is incompatible with {row.flag}={known[row.flag]}: {row.why}; {instead}")
+        raise ValueError(f"{kind} is incompatible with {row.flag}={known[row.flag]}: {row.why}; {row.instead_of_field}")

@@ -40,8 +40,7 @@ def check_experts(args: argparse.Namespace, experts: ExpertConfig) -> tuple[Expe
     experts, notes = _slots(args, experts)
     of_transformer_engine = args.transformer_impl != "local" and args.moe_grouped_gemm
     features = (EXPERTS,) if of_transformer_engine else (EXPERTS, OWN_EXPERTS)
-    found = [*captures_experts(args), *_offloading_in_graphs(args), *_of_flex(args), *_of_quantization(args)]
-    check_compatible(args, features, "--balance-experts", found)
+    check_compatible(args, features, "--balance-experts", captures_experts(args))
     notes += leave_out_preprocessing(args)
     if captures_iterations(args):
         experts, more = with_captured_iterations(args, experts)
@@ -72,14 +71,6 @@ def _slots(args: argparse.Namespace, experts: ExpertConfig) -> tuple[ExpertConfi
         f"--expert-replica-slots {experts.replica_slots} is more than there are experts to copy: {elsewhere}; use at "
         f"most {most}"
     )
-
-
-def _offloading_in_graphs(args: argparse.Namespace) -> list[tuple[str, str, str]]:
-    """Activation offloading, if it is used with CUDA graphs: flag, reason, way out."""
-    if not getattr(args, "fine_grained_activation_offloading", False) or args.cuda_graph_impl == "none":
-        return []
-    why = "replicas are untested with it in CUDA graphs"
-    return [("--fine-grained-activation-offloading", why, "use --cuda-graph-impl none")]
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
@@ -129,13 +120,9 @@ def _check_flex(args: argparse.Namespace) -> None:
     function, package = packages[args.moe_flex_dispatcher_backend]
     if getattr(fused_a2a, function) is None:
         raise ValueError(
-            f"{_flex_backend(args)} needs {package}, which is not installed; install it, or use "
-            "--moe-token-dispatcher-type alltoall"
+            f"--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend {args.moe_flex_dispatcher_backend} needs "
+            f"{package}, which is not installed; install it, or use --moe-token-dispatcher-type alltoall"
         )
-
-
-def _flex_backend(args: argparse.Namespace) -> str:
-    return f"--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend {args.moe_flex_dispatcher_backend}"
 
 
 def _nothing_to_balance(args: argparse.Namespace) -> str | None:
@@ -146,35 +133,6 @@ def _nothing_to_balance(args: argparse.Namespace) -> str | None:
     if args.expert_model_parallel_size == 1:
         return "with --expert-model-parallel-size 1 every rank has all experts"
     return None
-
-
-def _of_flex(args: argparse.Namespace) -> list[tuple[str, str, str]]:
-    """Settings of the flex dispatcher that replicas do not support: flag, reason, way out."""
-    if args.moe_token_dispatcher_type != "flex":
-        return []
-    if args.moe_flex_dispatcher_backend == "ncclep" and args.mtp_num_layers and args.mtp_use_repeated_layer:
-        why = "NCCL EP is started once, for one number of experts, and the repeated layer has no replicas"
-        return [(_flex_backend(args), why, "drop --mtp-use-repeated-layer or use --moe-flex-dispatcher-backend deepep")]
-    return []
-
-
-def _of_quantization(args: argparse.Namespace) -> list[tuple[str, str, str]]:
-    """Settings of quantization that replicas do not support: flag, reason, way out."""
-    if not getattr(args, "fp8", None):
-        return []
-    found = []
-    use = "use --fp8-recipe tensorwise, blockwise or mxfp8"
-    if args.fp8_recipe == "delayed":
-        why = "scales depend on the history of an expert's tokens, which are on several ranks"
-        found.append(("--fp8-recipe delayed", why, use))
-    if args.fp8_recipe == "custom":
-        found.append(("--fp8-recipe custom", "it is not known how it stores weights", use))
-    if args.fp8_param_gather:
-        why = "it stores experts of some layers in another format, and replica slots have one format"
-        for flag in ("first_last_layers_bf16", "te_precision_config_file"):
-            if value := getattr(args, flag, None):
-                found.append((shown(flag, value), why, "drop it, or --fp8-param-gather"))
-    return found
 
 
 def _modules(args: argparse.Namespace) -> tuple[str, list[Any]]:

@@ -40,7 +40,7 @@ def check_layers(args: argparse.Namespace, layers: LayerConfig) -> tuple[LayerCo
     if why is not None:
         off = dataclasses.replace(layers, enabled=False, once=False)
         return off, [f"{flag} has nothing to balance: {why}"]
-    check_compatible(args, LAYERS, flag, _offloading(args))
+    check_compatible(args, LAYERS, flag)
     plan = _layout(args)
     if plan is not None and plan.mtp_chunk and plan.mtp_chunk % stages == 0:  # two chunks would have an embedding each
         raise ValueError(
@@ -53,11 +53,6 @@ def check_layers(args: argparse.Namespace, layers: LayerConfig) -> tuple[LayerCo
             "layers; use optimal or uniform"
         )
     drops = args.attention_dropout or args.hidden_dropout
-    if args.hybrid_layer_pattern and args.cuda_graph_impl != "none":
-        raise ValueError(
-            f"{flag} with --hybrid-layer-pattern cannot capture CUDA graphs again after a move; use "
-            "--cuda-graph-impl none"
-        )
     if drops and (args.cuda_graph_impl == "transformer_engine" or args.external_cuda_graph):
         raise ValueError(
             f"{flag} captures CUDA graphs again after a move, which is untested with dropout; use "
@@ -66,11 +61,6 @@ def check_layers(args: argparse.Namespace, layers: LayerConfig) -> tuple[LayerCo
     if chunks > 1 and layers.planner in ONE_CHUNK:
         raise ValueError(
             f"layers.planner {layers.planner} plans one chunk a stage, not {chunks}; use optimal or uniform"
-        )
-    if args.save and args.ckpt_format != "torch_dist":
-        raise ValueError(
-            f"{flag} with --ckpt-format {args.ckpt_format} would save layers by the rank that happens to have them; "
-            "use --ckpt-format torch_dist"
         )
     notes = []
     if args.save and args.use_distributed_optimizer and not args.dist_ckpt_optim_fully_reshardable:
@@ -107,14 +97,6 @@ def _check_release(args: argparse.Namespace, layers: LayerConfig) -> None:
     if chunks > 1:
         raise ValueError(f"{flag} can shrink a pipeline of one chunk a stage, not of {chunks}; use one")
     check_compatible(args, RELEASE, flag)
-
-
-def _offloading(args: argparse.Namespace) -> list[tuple[str, str, str]]:
-    """Activation offloading, if moves do not work with it: flag, reason, way out."""
-    if not getattr(args, "fine_grained_activation_offloading", False) or args.cuda_graph_impl == "none":
-        return []
-    why = "a move restarts it, but a CUDA graph holds its streams"
-    return [("--fine-grained-activation-offloading", why, "use --cuda-graph-impl none")]
 
 
 def _layout(args: argparse.Namespace) -> StagePlan | None:

@@ -17,7 +17,6 @@ from megatron.balanced.shared.incompatible import (
     SEQUENCES_OF_DATA,
     SEQUENCES_OF_STEP,
     check_compatible,
-    shown,
 )
 from megatron.balanced.trainer.sequence_rules import (
     balancing_losses,
@@ -56,12 +55,7 @@ def check_sequences(args: argparse.Namespace, sequences: SequenceConfig) -> tupl
         args.balance_sequences = False
         off = dataclasses.replace(sequences, enabled=False, domain="auto")
         return off, [*notes, f"--balance-sequences has nothing to balance: {idle}"]
-    found = _routers_that_see_padding(args)
-    if args.num_experts and getattr(args, "mlp_chunks_for_training", 1) > 1:
-        why = "the tokens of a micro-batch then pass through the routers in several parts"
-        found.append((shown("mlp_chunks_for_training", args.mlp_chunks_for_training), why, "use 1"))
-    found += _states(args, args.context_parallel_size)
-    check_compatible(args, SEQUENCES, "--balance-sequences", found)
+    check_compatible(args, SEQUENCES, "--balance-sequences", _states(args, args.context_parallel_size))
     if sequences.domain == "auto" and (args.context_parallel_size == 1 or _data_parallel_size(args) == 1):
         domain = "data" if args.context_parallel_size == 1 else "context"
         sequences = dataclasses.replace(sequences, domain=domain)
@@ -69,17 +63,6 @@ def check_sequences(args: argparse.Namespace, sequences: SequenceConfig) -> tupl
         check_data_domain(args)
     if sequences.micro_batches:
         notes += _check_dealt(args)
-    if args.num_experts and "sinkhorn" in args.moe_router_load_balancing_type:  # a name, or a list of them
-        raise ValueError(
-            "--balance-sequences is incompatible with --moe-router-load-balancing-type sinkhorn: it routes a token by "
-            "the others on its rank; use aux_loss"
-        )
-    backend = getattr(getattr(args, "attention_backend", None), "name", "auto")
-    if backend not in ("auto", "flash"):
-        raise ValueError(
-            f"--balance-sequences is incompatible with --attention-backend {backend}: it merges partial results of "
-            "attention, which needs flash attention; use auto or flash"
-        )
     window = getattr(args, "window_size", None)
     if window and window[1] not in (0, -1):
         raise ValueError(
@@ -142,7 +125,7 @@ def _check_dealt(args: argparse.Namespace) -> list[str]:
 
     Returns notes if whole micro-batches are distributed, not documents, and if steps wait for the data loaders.
     """
-    found = _quantiles(args)
+    found: list[tuple[str, str, str]] = []
     if "global_aux_loss" in balancing_losses(args):
         why = "it counts the tokens of the micro-batches before, whose order changes"
         found.append(("--moe-router-load-balancing-type global_aux_loss", why, "use aux_loss"))
@@ -176,7 +159,7 @@ def check_data_domain(args: argparse.Namespace) -> None:
     given = "--balance-sequences with --sequence-domain data"
     data = _data_parallel_size(args)
     ranks = args.context_parallel_size * data // number_of_groups(data)
-    check_compatible(args, SEQUENCES_OF_DATA, given, _quantiles(args) + _states(args, ranks))
+    check_compatible(args, SEQUENCES_OF_DATA, given, _states(args, ranks))
 
 
 def _states(args: argparse.Namespace, ranks: int) -> list[tuple[str, str, str]]:
@@ -191,27 +174,6 @@ def _states(args: argparse.Namespace, ranks: int) -> list[tuple[str, str, str]]:
     flag = f"--hybrid-layer-pattern {args.hybrid_layer_pattern}"
     instead = "share micro-batches among fewer ranks, by --sequence-domain context or a smaller --context-parallel-size"
     return [(flag, f"its {layers} Mamba layers (M) take documents whole, and {why}", instead)]
-
-
-def _quantiles(args: argparse.Namespace) -> list[tuple[str, str, str]]:
-    """The flag of routers that take quantiles over the tokens of a rank: flag, reason, way out."""
-    if not args.num_experts or "quantile_balancing" not in args.moe_router_load_balancing_type:  # a name, or a list
-        return []
-    why = "it takes quantiles over the tokens of a rank"
-    return [("--moe-router-load-balancing-type quantile_balancing", why, "use aux_loss")]
-
-
-def _routers_that_see_padding(args: argparse.Namespace) -> list[tuple[str, str, str]]:
-    """Flags of routers that count the padding of conversations: flag, reason, way out."""
-    if not args.num_experts or not args.sft:
-        return []
-    given = {
-        "--moe-z-loss-coeff": args.moe_z_loss_coeff,
-        "--moe-aux-loss-coeff": balancing_losses(args),
-        "--moe-router-enable-expert-bias": args.moe_router_enable_expert_bias,
-    }
-    why = "with --sft routers see padding, which balanced sequences leave out"
-    return [(flag, why, "drop it") for flag, value in given.items() if value]
 
 
 def _check_sizes(args: argparse.Namespace, sequences: SequenceConfig) -> None:
