@@ -1,0 +1,156 @@
+"""Trials of balancers: which steps leave out what, and what is decided from their seconds."""
+
+import math
+
+import numpy as np
+import pytest
+
+from balancing.settings import SettingError
+from balancing.trials import Gain, TrialConfig, Trials, Verdict, median_gain
+
+
+class Job:
+    """A job whose steps take a known time: 1 s, times `slower` of each balancer that is left out, and noise."""
+
+    def __init__(self, slower, steps, *, noise=0.02, config=None, first=0, seconds=None, seed=0):
+        self.trials = Trials(list(slower), config or TrialConfig(), steps=steps, first=first, seed=seed)
+        self.ran, self.verdicts = [], {}
+        random = np.random.default_rng(seed)
+        for iteration in range(first, first + steps):
+            left_out = self.trials.left_out(iteration)
+            self.ran.append(left_out)
+            took = math.prod(slower[name](iteration) if callable(slower[name]) else slower[name] for name in left_out)
+            took *= math.exp(noise * random.normal())
+            if seconds is not None:
+                took *= seconds(iteration)
+            if self.trials.is_trial(iteration):
+                self.trials.add(iteration, took)
+                if self.trials.ends_round(iteration):
+                    self.verdicts[iteration] = self.trials.decide()
+
+    def share(self, name):
+        return sum(name in left_out for left_out in self.ran) / len(self.ran)
+
+
+def test_what_makes_steps_longer_is_switched_off_in_the_first_round():
+    job = Job({"experts": 0.9}, 1000)
+    (verdict,), *_ = job.verdicts.values()
+    assert not verdict.on and verdict.changed
+    assert verdict.gain.low < 0.9 < verdict.gain.high < 1
+    after = min(job.verdicts) + 1
+    assert all(left_out == {"experts"} for left_out in job.ran[after:])
+
+
+def test_what_makes_steps_shorter_stays_on():
+    job = Job({"experts": 1.3}, 3500)
+    assert all(verdict.on and not verdict.changed for found in job.verdicts.values() for verdict in found)
+    assert len(job.verdicts) == 4
+    gain = job.trials.gains()["experts"]
+    assert gain.low < 1.3 < gain.high and gain.high / gain.low < 1.1
+    assert job.share("experts") <= 0.01
+
+
+def test_a_load_that_becomes_even_is_noticed_at_the_next_round_and_so_is_its_return():
+    job = Job({"experts": lambda iteration: 1.2 if iteration < 200 or iteration > 3500 else 0.95}, 6000)
+    states = {iteration: found[0].on for iteration, found in job.verdicts.items()}
+    assert [on for iteration, on in states.items() if iteration < 200] == [True]
+    assert not any(on for iteration, on in states.items() if 1500 < iteration < 3500)
+    assert [on for iteration, on in states.items() if iteration > 5000] == [True]
+    assert [verdict.changed for found in job.verdicts.values() for verdict in found].count(True) == 2
+
+
+def test_of_two_balancers_only_the_one_that_pays_stays_on():
+    job = Job({"experts": 1.25, "sequences": 0.93}, 3000)
+    assert [verdict.on for verdict in job.verdicts[min(job.verdicts)]] == [True, False]
+    assert job.ran[-1] == {"sequences"}
+    found = job.trials.gains()
+    assert found["together"].low < 1.25 * 0.93 < found["together"].high
+
+
+def test_a_block_has_each_combination_once_in_an_order_that_is_drawn():
+    orders = set()
+    for seed in range(20):
+        job = Job({"experts": 1.0, "sequences": 1.0}, 1000, seed=seed)
+        (end,) = job.verdicts
+        ran = job.ran[20 : end + 1]
+        for block in range(0, len(ran), 4):
+            assert len({*ran[block : block + 4]}) == 4
+        orders.add(tuple(ran[:4]))
+        again = Trials(["experts", "sequences"], TrialConfig(), steps=1000, seed=seed)
+        assert [again.left_out(iteration) for iteration in range(20, end + 1)] == ran, "ranks would differ"
+    assert len(orders) > 10
+
+
+def test_a_slow_step_and_a_noisy_job_decide_nothing_wrong():
+    slow = Job({"experts": 1.1}, 1000, noise=0.005, seconds=lambda iteration: 10.0 if iteration == 25 else 1.0)
+    assert slow.verdicts[min(slow.verdicts)][0].on
+    gain = slow.trials.gains()["experts"]
+    assert gain.low > 1.05 and gain.high < 1.15, "one slow step moves the interval"
+    wrong = 0
+    for seed in range(200):
+        (verdict,) = next(iter(Job({"experts": 1.0}, 1000, noise=0.3, seed=seed).verdicts.values()))
+        wrong += not verdict.on
+    assert wrong <= 10, f"{wrong} of 200 balancers that change nothing were switched off"
+
+
+@pytest.mark.parametrize("steps", [1, 20, 100, 599])
+def test_a_short_job_has_no_trials(steps):
+    job = Job({"experts": 0.5}, steps)
+    assert job.verdicts == {} and not any(job.ran)
+
+
+@pytest.mark.parametrize("names", [["experts"], ["experts", "sequences"], ["a", "b", "c"]])
+@pytest.mark.parametrize("steps", [600, 1000, 1024, 5000, 20000])
+def test_trials_never_take_more_than_their_share(names, steps):
+    job = Job(dict.fromkeys(names, 1.1), steps, first=123)
+    assert sum(bool(left_out) for left_out in job.ran) <= 0.01 * steps
+
+
+def test_without_pairs_nothing_is_tried_and_all_stays_on():
+    job = Job({"experts": 0.5}, 5000, config=TrialConfig(pairs=0))
+    assert not any(job.ran) and job.verdicts == {}
+
+
+def test_a_run_of_trials_alone():
+    job = Job({"experts": 1.2, "sequences": 1.05}, 40, config=TrialConfig(steps=40), noise=0.01)
+    gains = job.trials.gains()
+    assert gains["experts"].pairs == 18 and gains["together"].pairs == 9
+    for name, gain in (("experts", 1.2), ("sequences", 1.05), ("together", 1.26)):
+        assert gains[name].ratio == pytest.approx(gain, rel=0.02)
+
+
+def test_a_block_of_which_a_step_is_missing_does_not_count():
+    trials = Trials(["experts"], TrialConfig(), steps=1000)
+    for iteration in range(20, 40):
+        left_out = trials.left_out(iteration)
+        if iteration not in (23, 30):
+            trials.add(iteration, 2.0 if left_out else 1.0)
+    assert trials.gains()["experts"] == Gain(2.0, 2.0, 2.0, 8)
+
+
+def test_the_interval_is_that_of_the_sign_test():
+    assert median_gain([]) is None
+    few = median_gain([math.log(2)] * 5)
+    assert few is not None and (few.ratio, few.low, few.high) == (pytest.approx(2), 0.0, math.inf)
+    ten = median_gain([math.log(value) for value in range(1, 11)])
+    assert ten is not None and (ten.low, ten.high) == (pytest.approx(2), pytest.approx(9))
+    random = np.random.default_rng(0)
+    found = [median_gain(random.standard_cauchy(9)) for _ in range(2000)]
+    missed = sum(not gain.low <= 1 <= gain.high for gain in found)
+    assert missed / 2000 < 0.05
+
+
+def test_lines_for_the_user():
+    off = Verdict("sequences", Gain(0.96, 0.93, 0.98, 14), on=False, changed=True)
+    assert str(off) == "sequences off: with it steps take 1.04x (1.02 to 1.08, 14 pairs) the time"
+    on = Verdict("experts", Gain(1.2, 1.1, 1.3, 10), on=True, changed=True)
+    assert str(on) == "experts on again: without it steps take 1.20x (1.10 to 1.30, 10 pairs) the time"
+    assert str(Verdict("experts", Gain(1.2, 0.0, math.inf, 3), on=True, changed=False)) == "experts on: 1.20x (3 pairs)"
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match="4 balancers cannot be tried together"):
+        Trials(["a", "b", "c", "d"], TrialConfig())
+    for bad in ({"pairs": -1}, {"interval": 99}, {"share": 0.0}, {"steps": -1}):
+        with pytest.raises(SettingError):
+            TrialConfig(**bad)
