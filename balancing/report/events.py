@@ -67,6 +67,12 @@ rank, after: with replicas:
     moved_bytes         of weights and gradients, sent by all ranks together
     slot_bytes          memory of the replica slots of all layers of the model chunk on one rank, with gradients
 
+balancer "experts", "sequences" or "together", unit "step", action "trial": what trials say (`balancing.trials`):
+    gain, gain_low, gain_high    seconds of a step without the balancer over those with it: the median over pairs of
+                        steps, and its interval; gain_high is null with fewer than 6 pairs
+    pairs               number of pairs
+    on                  whether the balancer is on from now on
+
 balancer "training", unit "loss", action "no loss": no token of any rank counted for the loss of this step
 """
 

@@ -235,6 +235,9 @@ def answers(summary: Summary) -> list[Answer]:
     if (everything := saved.get("all")) is None:
         return [Answer("step", f"{text}. With one rank there is nothing to balance.")]
     found = [Answer("step", f"{text}, and the average rank is idle for {share(summary.bubble or 0.0)} of it.")]
+    if summary.by_the_clock:
+        gained = ", ".join(f"{name} {gain}" for name, gain in summary.by_the_clock.items())
+        found.insert(0, Answer("by the clock", f"Balancing gained: {gained}."))
     slow = [
         culprit(summary)
         for balanced, culprit in (
@@ -245,12 +248,12 @@ def answers(summary: Summary) -> list[Answer]:
         if balanced in saved and saved[balanced].saved >= _WORTH_NAMING
     ]
     found.append(Answer("slow", " ".join(f"{each}." for each in slow if each) or "Nobody by much."))
-    if gained := [
+    if evened := [
         f"{gain.balancer} from {ratio(gain.before)} to {ratio(gain.after)}"
         for gain in summary.gains
         if gain.before - gain.after >= _ALIKE - 1
     ]:
-        found.append(Answer("gained", f"Balancing took the fullest over the mean down: {', '.join(gained)}."))
+        found.append(Answer("gained", f"Balancing took the fullest over the mean down: {', '.join(evened)}."))
     if everything.saved < _WORTH_NAMING:
         would = f"The ranks are balanced: perfect balance would save {share(everything.saved)} of a step."
     else:

@@ -5,6 +5,7 @@ A damaged line is counted and left out. Of several lines for one iteration the l
 actions are accepted.
 """
 
+import math
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import numpy as np
 
 from balancing.files import parse_json
 from balancing.report.trace import TraceIteration, read_trace
+from balancing.trials import Gain
 
 __all__ = ["MEMORY", "MOST_MICRO_BATCHES", "STEPS", "Damage", "History", "read_history", "report_files"]
 
@@ -59,6 +61,7 @@ _WHOLE = {
 }
 _PLACES = dict.fromkeys(("rank", "stage", "node", "data", "tensor", "context", "expert"), _MOST_PLACE)
 _PLACES["chunk"] = _MOST_CHUNKS
+_GAIN = ("gain", "gain_low", "gain_high")  # of trials
 _DISTINCT = ("rank", "layers")  # arrays without repeated entries
 
 
@@ -97,7 +100,8 @@ class History:
 
     stages, layers, sequences    iteration -> its line of action "observe"
     experts      iteration -> layer -> its line of action "observe"
-    actions      every line whose action is not "observe", in the order of the file
+    actions      every line whose action is neither "observe" nor "trial", in the order of the file
+    by_the_clock balancer, or "together" -> what it gained in all trials so far (`balancing.trials`)
     timelines    the iterations of the trace, oldest first
     no_timeline  why there is no timeline; "" if there is one
     damage       lines that could not be used
@@ -109,6 +113,7 @@ class History:
     sequences: dict[int, dict[str, Any]] = field(default_factory=dict)
     experts: dict[int, dict[int, dict[str, Any]]] = field(default_factory=dict)
     actions: list[dict[str, Any]] = field(default_factory=list)
+    by_the_clock: dict[str, Gain] = field(default_factory=dict)
     timelines: list[TraceIteration] = field(default_factory=list)
     no_timeline: str = ""
     damage: Damage = field(init=False)
@@ -142,6 +147,12 @@ class History:
         for name in (*STEPS, *MEMORY, "microbatch_group_size"):
             if name in line:
                 _number(line, name)
+        if line["action"] == "trial":
+            figures = [math.inf if line[name] is None else float(line[name]) for name in _GAIN]
+            if not all(figure >= 0 for figure in figures):
+                raise ValueError("a gain is negative or not a number")
+            self.by_the_clock[str(line["balancer"])] = Gain(*figures, _number(line, "pairs"))
+            return
         if not observed:
             for name in _OF_ACTIONS:
                 if name in line:

@@ -16,6 +16,7 @@ from balancing.report.estimate import Estimate, ExpertLoad, StepLoad, estimate
 from balancing.report.events import imbalance
 from balancing.report.gains import Gain, Move, dealt_steps, gains, last_move, ordered_attention, tokens_served
 from balancing.report.history import MEMORY, Damage, History
+from balancing.trials import Gain as ClockGain
 
 __all__ = ["BalancerActions", "LayerCosts", "RankLoad", "SlowLayer", "Summary", "Worst", "summarize", "warm_up"]
 
@@ -195,6 +196,7 @@ class Summary:
     attention_before: np.ndarray | None = None
     attention_after: np.ndarray | None = None
     actions: dict[str, BalancerActions] = field(default_factory=dict)
+    by_the_clock: dict[str, ClockGain] = field(default_factory=dict)
 
 
 def summarize(history: History) -> Summary:
@@ -224,6 +226,7 @@ def summarize(history: History) -> Summary:
     if (attention := ordered_attention(history, counted)) is not None:
         summary.attention_before, summary.attention_after = attention
     _compare(summary)
+    summary.by_the_clock = history.by_the_clock
     for line in history.actions:
         _act(summary.actions.setdefault(str(line["balancer"]), BalancerActions()), line)
     return summary

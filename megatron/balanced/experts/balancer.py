@@ -121,6 +121,11 @@ class ExpertBalancer(StepCallback):
         self._use_replicas(False)
         mark_model("ExpertBalancer", chunks)
 
+    @property
+    def trial_name(self) -> str | None:  # type: ignore[override]
+        """A graph of whole iterations would be captured anew for each step without replicas."""
+        return None if self._captures else "experts"
+
     def release(self) -> None:
         """Free the memory of replica slots until `restore`, for an offload or a rollout. All ranks call it together."""
         for chunk in self._chunk_at.values():
@@ -318,8 +323,9 @@ class ExpertBalancer(StepCallback):
             plan = self._plans[layer]
             if layer.frozen:  # replicas would be sent for a forward pass only
                 plan.tables = layer.without_replicas
-            if layer.placement != plan.placed:
-                tables[layer] = plan.tables
+            now = layer.without_replicas if self.left_out else plan.tables
+            if layer.placement != now.placement:
+                tables[layer] = now
         place_layers(tables)
         if not self._captures:
             self._begin_run()

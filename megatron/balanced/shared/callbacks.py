@@ -48,9 +48,13 @@ class StepCallback:
     exception in a callback ends the run.
 
     report: adds an event (`balancing.report.event`) to the report of the step in progress, if there is a report.
+    trial_name: what it is called in trials (`balancing.trials`), if a step can leave it out without changing a number.
+    left_out: whether the step in progress leaves it out. Trials set it before `begin_step`.
     """
 
     report: Callable[[dict[str, Any]], None] = staticmethod(_no_report)
+    trial_name: str | None = None
+    left_out = False
 
     def attach(self, chunks: list[Any]) -> None:
         """The model has been built; the optimizer has not. `chunks`: this rank's model chunks, wrapped for data

@@ -70,4 +70,9 @@ def check_balancers(
             said = [f"--balance all leaves {name} off: {error}", *said]
         config = dataclasses.replace(config, **{name: checked})
         notes += said
+    if config.trials.steps and not (config.experts.enabled or config.sequences.enabled):
+        raise ValueError(
+            f"--balance-trial {config.trials.steps} has nothing to try; add --balance-experts or --balance-sequences, "
+            "or drop it"
+        )
     return config, notes

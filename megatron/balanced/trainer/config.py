@@ -15,6 +15,7 @@ from balancing.launch import detect_launch
 from balancing.layers.config import LayerConfig
 from balancing.sequences.config import SequenceConfig
 from balancing.settings import SettingError, check_settings, setting
+from balancing.trials import TrialConfig
 from megatron.balanced.trainer.config_file import fields_of_file, read_file
 
 __all__ = ["BalanceConfig", "ReportConfig", "add_flags", "cluster_from_flags", "config_from_flags"]
@@ -87,6 +88,7 @@ class BalanceConfig:
     sequences: SequenceConfig = dataclasses.field(default_factory=SequenceConfig)
     layers: LayerConfig = dataclasses.field(default_factory=LayerConfig)
     report: ReportConfig = dataclasses.field(default_factory=ReportConfig)
+    trials: TrialConfig = dataclasses.field(default_factory=TrialConfig)
 
     @property
     def balances(self) -> bool:
@@ -100,6 +102,7 @@ SECTIONS: dict[str, type] = {
     "sequences": SequenceConfig,
     "layers": LayerConfig,
     "report": ReportConfig,
+    "trials": TrialConfig,
 }
 # Section -> the argument of the flag without which the section has no effect.
 _SWITCHES = {

@@ -28,6 +28,7 @@ from megatron.balanced.layers.graphs import GraphsOfLayers
 from megatron.balanced.observe.empty_steps import EmptySteps
 from megatron.balanced.observe.observer import Observer
 from megatron.balanced.observe.report_writer import ReportWriter
+from megatron.balanced.observe.trials import StepTrials
 from megatron.balanced.sequences.balancer import SequenceBalancer
 from megatron.balanced.sequences.batches import Batches
 from megatron.balanced.sequences.shape import shape_of
@@ -131,6 +132,16 @@ def _features(
     if note is not None:
         for callback in (*of_model, *of_caller):
             callback.report = note
+    if (config.experts.enabled or config.sequences.enabled) and (config.trials.pairs or config.trials.steps):
+        features.append(
+            StepTrials(
+                registered,
+                config.trials,
+                steps=args.train_iters,
+                report=note,
+                stop_after=lambda iteration: setattr(args, "exit_interval", iteration + 1),
+            )
+        )
     features += of_model
     if config.sequences.enabled:
         sequences = SequenceBalancer(
