@@ -148,10 +148,10 @@ class History:
             if name in line:
                 _number(line, name)
         if line["action"] == "trial":
-            figures = [math.inf if line[name] is None else float(line[name]) for name in _GAIN]
-            if not all(figure >= 0 for figure in figures):
-                raise ValueError("a gain is negative or not a number")
-            self.by_the_clock[str(line["balancer"])] = Gain(*figures, _number(line, "pairs"))
+            ratio, low, high = (math.inf if line[name] is None else float(line[name]) for name in _GAIN)
+            if not 0 <= low <= ratio <= high:
+                raise ValueError("a gain is not within its interval, or not a number")
+            self.by_the_clock[str(line["balancer"])] = Gain(ratio, low, high, _number(line, "pairs"))
             return
         if not observed:
             for name in _OF_ACTIONS:
