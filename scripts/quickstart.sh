@@ -59,25 +59,16 @@ else
     [ "$program" = examples/dynamic_models/pretrain.py ] ||
         echo "Paced: a layer takes 60 ms forward and 120 ms backward, as on a slow device for each process"
 
-    model=(
-        --num-layers 8 --hidden-size 128 --ffn-hidden-size 512 --num-attention-heads 4 --seq-length 1024
-        --max-position-embeddings 1024 --position-embedding-type rope --normalization RMSNorm --swiglu
-        --disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
-        --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 128 --moe-token-dispatcher-type alltoall
-        --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-3
-    )
-    layout=(--pipeline-model-parallel-size 2 --context-parallel-size 2 --expert-model-parallel-size 2)
+    # A mixture-of-experts GPT on two stages of two ranks. Later flags win.
+    read -r -d "" -a model <examples/small_moe.flags || true
     balance=(
         --freeze-layers 3 --freeze-layers-start 20
-        --balance-experts --balance-sequences --dataloader-inter-document-masking
+        --balance-experts --balance-sequences
         --balance-layers --layer-balance-interval 10 --balance-report "$run/report"
     )
-    data=(
-        --data-path "$corpus" --split "98,2,0" --num-workers 0
-        --tokenizer-type NullTokenizer --vocab-size 258 --null-tokenizer-eod-id 256 --null-tokenizer-pad-id 257
-    )
+    data=(--data-path "$corpus" --num-workers 0)
     training=(
-        --micro-batch-size 1 --global-batch-size 4 --train-iters "$iterations"
+        --global-batch-size 4 --train-iters "$iterations"
         --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-iters 10 --weight-decay 0.1 --adam-beta2 0.95
         --eval-interval 25 --eval-iters 2 --log-interval 5
         --save "$run/checkpoint" --load "$run/checkpoint" --save-interval 25 --ckpt-format torch_dist
@@ -91,7 +82,7 @@ else
     # One thread a process: the four share the cores.
     OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} CUDA_DEVICE_MAX_CONNECTIONS=1 \
         "$python" -m torch.distributed.run --standalone --nproc-per-node 4 \
-        "$program" "${device[@]}" "${model[@]}" "${layout[@]}" "${data[@]}" "${training[@]}" "${balance[@]}" 2>&1 |
+        "$program" "${device[@]}" "${model[@]}" "${data[@]}" "${training[@]}" "${balance[@]}" 2>&1 |
         tee "$run/train.log" | sed -unE "$essentials" || fail "training stopped; its log is $run/train.log"
     trained || fail "training ended without its last checkpoint; its log is $run/train.log"
 fi

@@ -152,8 +152,10 @@ def test_python_examples_run(page, capsys):
 def test_the_readme_keeps_to_its_length_and_shows_every_balancer():
     text = (REPOSITORY / "README.md").read_text()
     assert len(text.splitlines()) <= 120
-    example = max(re.findall(r"^torchrun.*?^$|^CUDA_.*?^$", text, re.M | re.S), key=len)
-    assert {"--balance-experts", "--balance-sequences", "--balance-layers"} <= set(example.split())
+    (example,) = re.findall(r"^(CUDA_\S+ torchrun .*?)^$", text.partition("## With `pretrain_gpt.py`")[2], re.M | re.S)
+    assert {"--balance", "all"} <= set(example.split()) and len(example.splitlines()) <= 3
+    for balancer in ("experts", "sequences", "layers"):
+        assert f"[`--balance-{balancer}`](docs/{balancer}.md)" in text
 
 
 def test_every_patch_is_documented():
