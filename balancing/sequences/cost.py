@@ -59,7 +59,7 @@ _ATTENTION_BACKWARD, _LINEAR_BACKWARD = 2.5, 2.0  # over forward
 # step is within 4 % of the simulated programs (`python -m benchmarks.sequences.simulated`).
 _NEVER_HIDDEN, _HIDES = 0.15, 0.85
 # Least share of attention's time that routing must save. Hops have a cost: below this share, routing saved nothing on
-# the emulated cluster (benchmarks/log/2026-11-20-sequences-emulated.md).
+# the emulated cluster (benchmarks/log/sequences-emulated.md).
 _ROUTING_SAVES = 0.2
 _REST = 75  # operations of a dense layer outside attention, about 25 forward and 50 backward
 _PROJECTION = 10  # operations of a round to project keys from latents, 3 forward and 7 backward

@@ -19,6 +19,7 @@ PAGES = [
     *REPOSITORY.glob(".github/**/*.md"),
 ]
 LOG = REPOSITORY / "benchmarks" / "log"
+LOG_PAGES = [page for page in sorted(LOG.glob("*.md")) if page.name != "README.md"]
 
 
 def _name(page: Path) -> str:
@@ -66,15 +67,38 @@ def test_links_out_of_the_site_become_paths():
         mended("layers.md", "[a](nowhere.md)")
 
 
+def _entries(page: Path) -> list[str]:
+    """The days of a page's entries, as its headings have them."""
+    return re.findall(r"^## (\d{4}-\d\d-\d\d): ", page.read_text(), re.M)
+
+
 def test_the_log_of_measurements_is_listed_newest_first():
-    listed = re.findall(r"^- \[(.+)\]\((.+)\)$", (LOG / "README.md").read_text(), re.M)
-    entries = sorted(path.name for path in LOG.glob("*.md") if path.name != "README.md")
-    assert sorted(name for _, name in listed) == entries
-    days = [name[:10] for _, name in listed]
+    listed = re.findall(r"^- \[(.+)\]\((.+)\), (.+)$", (LOG / "README.md").read_text(), re.M)
+    assert sorted(name for _, name, _ in listed) == sorted(page.name for page in LOG_PAGES)
+    days = [day for _, _, day in listed]
     assert days == sorted(days, reverse=True)
-    for title, name in listed:
-        assert re.match(r"\d{4}-\d\d-\d\d-[a-z0-9-]+\.md$", name)
+    for title, name, day in listed:
         assert (LOG / name).read_text().startswith(f"# {title}\n"), name
+        assert day == _entries(LOG / name)[0], name
+
+
+@pytest.mark.parametrize("page", LOG_PAGES, ids=_name)
+def test_a_page_of_the_log_has_its_newest_entry_first_and_what_was_overturned_last(page):
+    assert re.match(r"[a-z][a-z0-9-]*\.md$", page.name), "a page is named for its subject"
+    title, *_ = page.read_text().splitlines()
+    assert len(title) <= 202, "a verdict has at most 200 characters"
+    days, headings = _entries(page), re.findall(r"^## (.+)$", page.read_text(), re.M)
+    assert days and days == sorted(days, reverse=True)
+    assert headings[len(days) :] in ([], ["Overturned"]), "an entry begins with its day"
+    _, _, overturned = page.read_text().partition("\n## Overturned\n\n")
+    for line in re.sub(r"\n  ", " ", overturned).splitlines():
+        assert re.match(r"- \d{4}-\d\d-\d\d: ", line), line
+        assert re.search(r"; (?:overturned|replaced) (?:on \d{4}-\d\d-\d\d|the same day)", line), line
+
+
+def test_the_log_is_short():
+    assert len(LOG_PAGES) <= 15
+    assert sum(len(page.read_text().splitlines()) for page in LOG.glob("*.md")) <= 1500
 
 
 def test_the_page_of_newest_figures_is_one_page():
