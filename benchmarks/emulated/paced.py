@@ -308,7 +308,7 @@ def _fill(
 
     order = operations(ranks, micro_batches, chunks=chunks)[rank]
     schedule = FilledSchedule([(operation.kind, operation.chunk) for operation in order], step.fills[rank], compute)
-    use_filled_schedule(schedule)
+    use_filled_schedule(stages[0].config, schedule)
     for stage, seconds, count in zip(stages, weight[rank], pieces[rank], strict=True):
         stage.filled = schedule
         if seconds:
@@ -316,7 +316,7 @@ def _fill(
 
     def finish() -> None:
         compute(len(deferred))
-        use_filled_schedule(None)
+        use_filled_schedule(stages[0].config, None)
 
     return finish
 

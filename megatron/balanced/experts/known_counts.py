@@ -21,6 +21,7 @@ class _Counted(Protocol):
     counts: torch.Tensor | None
 
 
+# Of this module, as the dispatcher calls the function that we replace with nothing but a tensor and a group.
 _known: list[_Counted] = []
 
 

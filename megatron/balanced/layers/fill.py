@@ -75,12 +75,10 @@ class FilledSchedule:
         self._next += 1
 
 
-_filling: list[FilledSchedule] = []  # the schedule in progress
-
-
-def use_filled_schedule(schedule: FilledSchedule | None) -> None:
-    """Compute weight gradients of `schedule` before waits for pipeline messages; None for Megatron-LM's own waits."""
-    _filling[:] = [] if schedule is None else [schedule]
+def use_filled_schedule(config: Any, schedule: FilledSchedule | None) -> None:
+    """Compute weight gradients of `schedule` before waits for pipeline messages of the model with this config; None for
+    Megatron-LM's own waits."""
+    config.filled_schedule = schedule
 
 
 class WeightGradientFill(StepCallback):
@@ -132,12 +130,12 @@ class WeightGradientFill(StepCallback):
         self._finalize = self._config.finalize_model_grads_func
         self._config.finalize_model_grads_func = self._finalize_all
         self._schedule = FilledSchedule(*self._plan(get_num_microbatches()), self.gradients.compute)
-        use_filled_schedule(self._schedule)
+        use_filled_schedule(self._config, self._schedule)
         self.gradients.defer(True)
 
     def end_schedule(self) -> None:
         self._schedule = None
-        use_filled_schedule(None)
+        use_filled_schedule(self._config, None)
         self.gradients.defer(False)
         self._config.finalize_model_grads_func = self._finalize
 
@@ -227,12 +225,11 @@ def _products(layer: torch.nn.Module, modules: Iterable[torch.nn.Module]) -> flo
 class _FilledWait:
     """A message in flight. Planned weight gradients are computed before the wait for it."""
 
-    def __init__(self, request: Any) -> None:
-        self._request = request
+    def __init__(self, request: Any, schedule: FilledSchedule) -> None:
+        self._request, self._schedule = request, schedule
 
     def wait(self) -> None:
-        if _filling:
-            _filling[0].wait()
+        self._schedule.wait()
         self._request.wait()
 
 
@@ -241,10 +238,11 @@ def with_filled_waits(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def _communicate(self: Any, *, wait_on_reqs: bool = True, **rest: Any) -> tuple[Any, Any, Any]:
-        if not _filling:
+        schedule = getattr(self.config, "filled_schedule", None)
+        if schedule is None:
             return original(self, wait_on_reqs=wait_on_reqs, **rest)
         received_prev, received_next, requests = original(self, wait_on_reqs=False, **rest)
-        waits = {name: _FilledWait(request) for name, request in requests.items()}
+        waits = {name: _FilledWait(request, schedule) for name, request in requests.items()}
         if not wait_on_reqs:
             return received_prev, received_next, waits
         for wait in waits.values():

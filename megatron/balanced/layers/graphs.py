@@ -13,11 +13,9 @@ from megatron.balanced.shared.callbacks import StepCallback
 
 __all__ = ["GraphsOfLayers", "remembered"]
 
-_helpers: list[Any] = []  # of the run in progress
-
 
 def remembered(original: Any) -> Any:
-    """A subclass of `TECudaGraphHelper` that records its object for `GraphsOfLayers`."""
+    """A subclass of `TECudaGraphHelper` whose object is an attribute of the first model chunk, for `GraphsOfLayers`."""
 
     @functools.wraps(original, updated=())
     class Helper(original):
@@ -34,7 +32,7 @@ def remembered(original: Any) -> Any:
             self.anew = functools.partial(
                 original.__init__, self, model, config, seq_length, micro_batch_size, optimizers, pg_collection
             )
-            _helpers[:] = [self]
+            model[0].graph_helper = self
 
     return Helper
 
@@ -50,13 +48,15 @@ class GraphsOfLayers(StepCallback):
         self._model = chunks
 
     def layers_moved(self) -> None:
-        for helper in _helpers:
-            finished = helper.capture_finished()
-            if helper.graphs_created():
-                helper.delete_cuda_graphs()
-            helper.anew()
-            if finished:
-                self._capture(helper)
+        helper = getattr(self._model[0], "graph_helper", None)
+        if helper is None:  # before the first capture
+            return
+        finished = helper.capture_finished()
+        if helper.graphs_created():
+            helper.delete_cuda_graphs()
+        helper.anew()
+        if finished:
+            self._capture(helper)
 
     def _capture(self, helper: Any) -> None:
         """Capture as Megatron-LM does: without the hooks that gather parameters, which run before a replay instead."""
@@ -70,6 +70,3 @@ class GraphsOfLayers(StepCallback):
             ddp.enable_forward_pre_hook()
         if hooked:
             helper.cuda_graph_set_manual_hooks()
-
-    def end_training(self) -> None:
-        _helpers.clear()

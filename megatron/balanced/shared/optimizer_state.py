@@ -37,7 +37,6 @@ __all__ = [
     "Taken",
     "bucket_layout",
     "future_ranges",
-    "optimizer_of",
     "parts",
     "place_weights",
     "placed_weights",
@@ -89,11 +88,6 @@ class Part(NamedTuple):
     def has_main(self) -> bool:
         """Whether `main` is a main parameter with memory of its own."""
         return self.main.dtype != self.parameter.dtype
-
-
-def optimizer_of(config: Any) -> ChainedOptimizer:
-    """The optimizer of the training loop, found through the bound method that Megatron-LM puts into `config`."""
-    return config.grad_scale_func.__self__
 
 
 def parts(optimizer: ChainedOptimizer) -> Iterator[Part]:
@@ -349,7 +343,11 @@ def placed_weights(buffers: list[torch.Tensor | None]) -> Iterator[None]:
 
 
 class _Allocations(TorchFunctionMode):
-    """Megatron-LM's buffers take their memory from a list. For an entry of None they allocate it."""
+    """Megatron-LM's buffers take their memory from a list. For an entry of None they allocate it.
+
+    The constructor of a buffer takes no memory and does not separate weights from gradients, so the only place between
+    the two is its call of `torch.zeros`.
+    """
 
     def __init__(self, allocations: list[torch.Tensor | None]) -> None:
         super().__init__()
