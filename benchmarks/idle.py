@@ -114,6 +114,7 @@ def _count_balancers() -> tuple[_Count, _Count]:
     from megatron.balanced.layers import balancer as layers
     from megatron.balanced.observe import observer, timing_hooks
     from megatron.balanced.sequences import balancer as sequences
+    from megatron.balanced.sequences import moved_tokens
     from megatron.balanced.shared import callbacks
     from megatron.balanced.trainer import data
 
@@ -127,7 +128,7 @@ def _count_balancers() -> tuple[_Count, _Count]:
     for name in ("open_backward", "close_backward", "begin_micro_batch", "begin_call", "end_forward_call"):
         count.wrap(timing_hooks.TimingHooks, name)
     count.wrap(timing_hooks.TimingHooks, "end_backward_call")
-    count.wrap(sequences.SequenceBalancer, "next_batch")
+    count.wrap(moved_tokens.MovedTokens, "next_batch")
     count.wrap(moe_layer.BalancedMoELayer, "preprocess")
     count.wrap(moe_layer.BalancedMoELayer, "postprocess")
     count.wrap(ReplicaSlots, "end_pass")

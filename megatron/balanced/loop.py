@@ -15,16 +15,14 @@ from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_config, unwrap_model
 
-from balancing.cluster import Cluster
 from balancing.layers.config import LayerConfig
 from balancing.layers.plan import ONE_CHUNK
-from balancing.sequences.config import SequenceConfig
 from megatron.balanced.experts.balancer import ExpertBalancer
 from megatron.balanced.layers import balancer as layers
 from megatron.balanced.layers.loop import TrainingLoop
 from megatron.balanced.layers.source import LayerSource
 from megatron.balanced.observe.observer import Observer
-from megatron.balanced.sequences.in_place import AttentionBalancer
+from megatron.balanced.sequences.balancer import SequenceBalancer
 from megatron.balanced.shared.callbacks import Callbacks, StepCallback
 from megatron.balanced.shared.counters import keep_counters_exact
 from megatron.balanced.shared.job import Job
@@ -38,36 +36,6 @@ _SCHEDULES = (
     "forward_backward_pipelining_without_interleaving",
     "forward_backward_pipelining_with_interleaving",
 )
-
-
-class SequenceBalancer(AttentionBalancer):
-    """Balances attention over packed sequences in a finished model. Construct it on all ranks together, before the
-    first step.
-
-    Tokens stay on the ranks where the loop put them: whole sequences on data-parallel ranks, or each sequence in
-    Transformer Engine's zig-zag over context-parallel ranks. Lengths come from `PackedSeqParams`. Only training
-    schedules of `Balancers` are balanced. Micro-batches that are not packed run unchanged.
-
-    chunks: the model chunks of this rank, each in `DistributedDataParallel`.
-    config: settings `domain`, `planner` and `routing`. All data-parallel ranks share the work unless `domain` is
-        "context".
-    job, cluster, report: as for `ExpertBalancer`; one rank of each domain reports. Only the timeout of job is read.
-
-    Raises ValueError for a model whose attention cannot be balanced.
-    """
-
-    def __init__(
-        self,
-        chunks: Sequence[torch.nn.Module],
-        config: SequenceConfig | None = None,
-        *,
-        job: Job | None = None,
-        cluster: Cluster | None = None,
-        report: Callable[[Callable[[], dict[str, Any]]], None] | None = None,
-    ) -> None:
-        check_model("SequenceBalancer", chunks)
-        super().__init__(chunks, config or SequenceConfig(enabled=True), (job or Job).timeout_minutes, cluster, report)
-        mark_model("SequenceBalancer", chunks)
 
 
 class LayerBalancer(StepCallback):

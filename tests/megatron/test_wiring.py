@@ -23,7 +23,12 @@ PP2 = "--pipeline-model-parallel-size 2"
 def _asked_scales() -> list[float]:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megatron.balanced.sequences.attention import PlannedSequences, SequenceCoreAttention
+    from megatron.balanced.sequences.attention import (
+        BatchAttention,
+        DocumentPositions,
+        PlannedSequences,
+        SequenceCoreAttention,
+    )
 
     config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4)
     asked: list[float] = []
@@ -34,7 +39,10 @@ def _asked_scales() -> list[float]:
         asked.append(softmax_scale)
         return q + 1
 
-    planned = PlannedSequences(attention=attention, positions=torch.arange(6), tokens=5)
+    of_layers: Any = attention
+    planned = PlannedSequences(
+        attention=BatchAttention(of_layers, None, 5), positions=DocumentPositions(torch.arange(6), 6)
+    )
     parts = [torch.zeros(6, 1, 4, 8) for _ in range(3)]
     for scale in (None, 0.3):
         output = SequenceCoreAttention(config, 1, softmax_scale=scale)(*parts, None, packed_seq_params=planned)

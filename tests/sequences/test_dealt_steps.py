@@ -6,7 +6,6 @@ than in another.
 """
 
 import itertools
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -118,6 +117,16 @@ def test_whole_micro_batches_equal_one_rank(routed, tmp_path, layout, loss):
     assert after < before
 
 
+def _unused() -> tuple[Any, ...]:
+    """A cluster, a model and costs of steps, where a test has costs of its own."""
+    from balancing.cluster import Cluster
+    from balancing.pipeline import MEGATRONS
+    from balancing.sequences import AttentionShape
+    from megatron.balanced.sequences.steps import StepSeconds
+
+    return Cluster.preset("h200-8x400g"), AttentionShape(64, 4, 4, 2, 128), StepSeconds(1, 1, MEGATRONS)
+
+
 def _whole_steps() -> None:
     from balancing.sequences import deal_whole
     from megatron.balanced.sequences.domain import Domain
@@ -126,12 +135,15 @@ def _whole_steps() -> None:
     def areas(indices: np.ndarray) -> np.ndarray:
         return (indices * 7919 % 101) ** 2
 
-    micro_batches = 3
+    class Whole(WholeSteps):
+        def deal(self, seconds: np.ndarray) -> np.ndarray:
+            return deal_whole(seconds, self.micro_batches)
+
+    micro_batches, unused = 3, _unused()
     # Data-parallel ranks, samples of each in a micro-batch, groups; a domain of context-parallel ranks alone last.
     for ranks, size, groups, shared in ((4, 1, 1, True), (4, 2, 1, True), (6, 2, 3, True), (3, 2, 1, False)):
         first, each = 5, ranks * size
-        deal = partial(deal_whole, micro_batches=micro_batches)
-        steps = WholeSteps(micro_batches, micro_batches * each, first, lambda lengths: lengths, deal)
+        steps = Whole(micro_batches, micro_batches * each, first, *unused)
         for begin in (first, first + micro_batches * each):
             run: dict[tuple[int, int], list[int]] = {}
             costs = np.zeros(micro_batches)
@@ -170,21 +182,15 @@ def _dealt_for_a_pipeline() -> float:
     """Seconds of a step of dealt documents on four stages, over that of equal micro-batches."""
     from balancing.cluster import Cluster
     from balancing.pipeline import MEGATRONS
-    from balancing.sequences import AttentionShape, plan_micro_batches
+    from balancing.sequences import AttentionShape
     from balancing.sequences.micro_batches import document_seconds
-    from megatron.balanced.sequences.steps import deal_documents, step_seconds
+    from megatron.balanced.sequences.steps import Steps, StepSeconds
 
     lengths = np.random.default_rng(0).integers(64, 1024, 160)
     cluster, shape = Cluster.preset("h200-8x400g").relabel(1, 4), AttentionShape(64, 4, 4, 2, 128)
-    step = partial(step_seconds, stages=4, chunks=1, schedule=MEGATRONS)
-    sizes = {
-        "micro_batches": 8,
-        "cluster": cluster,
-        "shape": shape,
-        "token_capacity": int(lengths.sum() / 8 / 4 * 1.25),
-    }
-    plan = partial(plan_micro_batches, step=step, **sizes)
-    deal = deal_documents(lengths.tolist(), np.arange(160) // 20, ranks=4, plan=plan)
+    step = StepSeconds(stages=4, chunks=1, schedule=MEGATRONS)
+    steps = Steps(8, 8, 0, cluster, shape, step, token_capacity=int(lengths.sum() / 8 / 4 * 1.25))
+    deal = steps.deal(lengths.tolist(), np.arange(160) // 20)
     costs = np.bincount(deal, document_seconds(lengths, cluster, shape), 8)
     return step(costs) / step(np.full(8, costs.mean()))
 
@@ -303,8 +309,12 @@ def _examples() -> tuple[list[list[int]], list[list[tuple[int, int]]]]:
     plan = SequencePlan((3, 1, 4), 2, "example", shards, shards, ("local", "local", "gather"))
     packed = _packed_tokens(plan, 0)
     places = [part.tolist() for part in (packed, *_places(documents, packed))]
-    deal = np.array([0, 1, 0, 1])
-    steps = WholeSteps(2, 8, 0, lambda tokens: tokens, lambda seconds: deal)
+
+    class Whole(WholeSteps):
+        def deal(self, seconds: np.ndarray) -> np.ndarray:
+            return np.array([0, 1, 0, 1])
+
+    steps = Whole(2, 8, 0, *_unused())
     of = steps.of([6, 7], Domain(1, 2, 1, 2), lambda samples: np.ones(len(samples)))
     return places, [[(sample.index, sample.origin) for sample in samples] for samples in of]
 

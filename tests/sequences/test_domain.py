@@ -465,13 +465,14 @@ def _weights(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     import torch
     import torch.distributed as dist
 
-    from megatron.balanced.sequences.domain import token_weights
+    from megatron.balanced.sequences.domain import LossTokens
 
     dist.init_process_group("gloo")
     random = np.random.default_rng([seed, int(os.environ["RANK"])])
     mask, origin = random.integers(0, 2, 40), random.integers(0, 2 + 2 * (seed > 0), 40)
     mask[origin == 1] = 0  # a micro-batch without any loss
-    weights = token_weights(torch.tensor(mask, dtype=torch.float64), torch.tensor(origin), 5, dist.group.WORLD)
+    tokens = LossTokens(torch.tensor(origin), 5, dist.group.WORLD)
+    weights = tokens.weights(torch.tensor(mask, dtype=torch.float64))
     return mask, origin, weights.numpy()
 
 

@@ -29,12 +29,12 @@ def _rank(argv: list[str]) -> tuple[RankRun, int]:
     from megatron.core.utils import unwrap_model
     from megatron.training import training
 
-    from megatron.balanced.sequences.balancer import SequenceBalancer
+    from megatron.balanced.sequences.moved_tokens import MovedTokens
     from tests.support.program import parse
 
     args, config, train = parse(argv)
     finish, padding, models = watch(True), [0], []
-    build, read = training.setup_model_and_optimizer, SequenceBalancer.next_batch
+    build, read = training.setup_model_and_optimizer, MovedTokens.next_batch
 
     def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
         built = build(*args, **kwargs)
@@ -50,11 +50,11 @@ def _rank(argv: list[str]) -> tuple[RankRun, int]:
 
     def next_batch(self: Any, *args: Any) -> Any:
         found = read(self, *args)
-        padding[0] += found[0]["tokens"].shape[1] - found[1].tokens
+        padding[0] += found.inputs["tokens"].shape[1] - found.packed.attention.tokens
         return found
 
     training.setup_model_and_optimizer = setup_model_and_optimizer
-    SequenceBalancer.next_batch = next_batch
+    MovedTokens.next_batch = next_batch
     train(args, config)
     fill(0.0)
     return finish(), padding[0]

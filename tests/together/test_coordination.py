@@ -87,7 +87,7 @@ def _drifting(argv: list[str]) -> tuple[RankRun, Any]:
                         for layer, weights in zip(chunk.layers, chunk.slots._weights, strict=True):
                             seen["slots"][layer.index] = weights.nbytes
                 elif isinstance(each, SequenceBalancer):
-                    seen["rows"] = each._most_rows
+                    seen["rows"] = each._record.most_rows
 
     def seconds(layer: int) -> tuple[float, float]:
         past = np.clip((at["iteration"] - DRIFT.start) / len(DRIFT), 0, 1)

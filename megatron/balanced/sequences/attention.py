@@ -6,72 +6,150 @@ engine (`balancing.sequences.engine.attention`). The rotary embedding uses each 
 Megatron-LM's own modules support only one layout, the zig-zag of Transformer Engine.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from megatron.core import mpu
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import MoETransformerLayer
 from megatron.core.transformer.utils import is_layer_window_attention
+from megatron.core.utils import unwrap_model
 
+from balancing.sequences import SequenceAttention
 from megatron.balanced.sequences.latents import Latents, latents_of
+from megatron.balanced.sequences.planner import Programs
 from megatron.balanced.sequences.states import DocumentOrder
 
 __all__ = [
+    "BatchAttention",
+    "CurrentBatch",
+    "DocumentPositions",
     "DocumentRotaryEmbedding",
-    "PlannedMoELayer",
     "PlannedSequences",
+    "SampleRows",
     "SequenceCoreAttention",
     "of_documents",
+    "use_document_positions",
     "window_of",
 ]
+
+
+class BatchAttention(NamedTuple):
+    """Attention of one micro-batch on this rank.
+
+    whole, windowed: of layers without and with a sliding window; None if the model has no such layers. The same object
+        if the window hides nothing.
+    tokens: number of rows that are tokens; the rest are padding.
+    """
+
+    whole: SequenceAttention | None
+    windowed: SequenceAttention | None
+    tokens: int
+
+    @classmethod
+    def of(cls, programs: Programs, process_group: dist.ProcessGroup, tokens: int, *, timed: bool) -> "BatchAttention":
+        """process_group: the ranks of the plan. timed: as in `SequenceAttention`."""
+        whole, windowed = (
+            kind and SequenceAttention(kind[0], program=kind[1], process_group=process_group, timed=timed)
+            for kind in programs
+        )
+        return cls(whole, whole if programs.windowed is programs.whole else windowed, tokens)
+
+    @property
+    def kinds(self) -> list[SequenceAttention]:
+        """One for each kind of layer."""
+        both = self.whole, None if self.windowed is self.whole else self.windowed
+        return [one for one in both if one is not None]
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        windowed: bool,
+        softmax_scale: float | None,
+        sink: torch.Tensor | None,
+        latents: Latents | None = None,
+    ) -> torch.Tensor:
+        """The output [rows, heads x value_size] of core attention in one layer.
+
+        query [rows, heads, head_size], key [rows, kv_heads, head_size] and value [rows, kv_heads, value_size] may have
+        a dimension of 1 after the first. Padding attends to nothing, and nothing attends to it; its output is 0.
+
+        windowed: whether the layer has a sliding window.
+        softmax_scale, sink: as in `SequenceAttention`; a sink may have more dimensions.
+        latents: of key and value, sent in their place; None if the plan does not send latents.
+        """
+        attention = self.windowed if windowed else self.whole
+        assert attention is not None
+        inputs = [(part.squeeze(1) if part.dim() == 4 else part)[: self.tokens] for part in (query, key, value)]
+        sent = {} if latents is None else {"latent": latents.tokens[: self.tokens], "projection": latents.weight}
+        sink = None if sink is None else sink.flatten()
+        output = attention(*inputs, softmax_scale=softmax_scale, sink=sink, **sent).flatten(1)
+        padding = query.shape[0] - self.tokens
+        return torch.nn.functional.pad(output, (0, 0, 0, padding)) if padding else output
+
+
+@dataclass
+class DocumentPositions:
+    """Where the rows of a micro-batch are in their documents.
+
+    rows: int32 [row], position of the row's token in its document; 0 in padding.
+    longest: positions of the longest possible document.
+    angles: rotary angles of the rows, cached because the layers of multi-latent attention share them.
+    """
+
+    rows: torch.Tensor
+    longest: int
+    angles: Any = None
+
+
+class SampleRows(NamedTuple):
+    """The samples that the rows of a micro-batch were drawn in, for losses of routers.
+
+    rows: int32 [row], sample of each row, numbered within the micro-batch.
+    samples, origins: number of samples, and number of Megatron-LM's micro-batches that they are from, in equal parts.
+    process_group: if the domain is split into groups, the ranks that hold this micro-batch. Each of them has the rows
+        of one tensor-parallel rank.
+    """
+
+    rows: torch.Tensor
+    samples: int
+    origins: int
+    process_group: dist.ProcessGroup | None
 
 
 @dataclass
 class PlannedSequences(PackedSeqParams):
     """One micro-batch as a rank holds it.
 
-    attention: query, key, value [tokens, heads, head_dim], softmax_scale, sink, and if ranks exchange latents, latent
-        and projection -> [tokens, heads, head_dim].
-    windowed: the same for layers with a sliding window.
-    longest: positions of the longest possible document.
-    positions: int32 [rows], position of each row in its document.
-    angles: rotary angles of the rows, cached because the layers of multi-latent attention share them.
-    tokens: number of rows that are tokens; the rest are padding.
-    weigh: loss mask [row] -> weight of each row in the loss, if Megatron-LM averages the loss over micro-batches.
-    prediction: inputs and labels of multi-token prediction (`megatron.balanced.sequences.prediction`).
-    sample: int32 [rows], sample of each row, numbered within the micro-batch; None if no router needs it.
-    samples, origins: number of samples, and number of Megatron-LM's micro-batches that they are from, in equal parts.
+    attention, positions: for every layer with attention.
     order: how rows are sorted by document, for layers that pass a state from token to token; None without such layers.
-    sharing: if the domain is split into groups, the process group of the ranks that hold this micro-batch. Each of them
-        has the rows of one tensor-parallel rank.
+    samples: for routers with losses of samples; None without such routers.
+    prediction: inputs and labels of multi-token prediction (`megatron.balanced.sequences.prediction`); None without it.
     """
 
-    attention: Callable[..., torch.Tensor] | None = None
-    windowed: Callable[..., torch.Tensor] | None = None
-    longest: int = 0
-    positions: torch.Tensor | None = None
-    tokens: int = 0
-    angles: Any = None
-    weigh: Callable[[torch.Tensor], torch.Tensor] | None = None
-    prediction: Any = None
-    sample: torch.Tensor | None = None
-    samples: int = 0
-    origins: int = 1
+    attention: BatchAttention | None = None
+    positions: DocumentPositions | None = None
     order: DocumentOrder | None = None
-    sharing: Any = None
+    samples: SampleRows | None = None
+    prediction: Any = None
+
+
+class CurrentBatch:
+    """The micro-batch that passes through a layer."""
+
+    planned: PlannedSequences | None = None
 
 
 class SequenceCoreAttention(MegatronModule):
     """Core attention of one layer. Its only parameter is the sink of `--softmax-type learnable`, under Megatron-LM's
     name."""
-
-    latest: ClassVar[PlannedSequences | None] = None  # micro-batch of the last call; the same layer's router reads it
 
     def __init__(
         self, config: TransformerConfig, layer_number: int, *unused: Any, softmax_scale: float | None = None, **kw: Any
@@ -80,6 +158,7 @@ class SequenceCoreAttention(MegatronModule):
         self.softmax_scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
         self.windowed = is_layer_window_attention(window_of(config) or (), config.window_attn_skip_freq, layer_number)
         self.tp_group = mpu.get_tensor_model_parallel_group(check_initialized=False)
+        self.current = CurrentBatch()
         self.latents: Latents | None = None  # of the keys and values of the next call
         self.softmax_offset: torch.Tensor | None = None
         if config.softmax_type != "vanilla":
@@ -103,30 +182,21 @@ class SequenceCoreAttention(MegatronModule):
     ) -> torch.Tensor:
         """query [rows, 1, heads, head_dim], key and value [rows, 1, kv_heads, head_dim] -> [rows, 1, heads x head_dim].
 
-        Multi-latent attention leaves out the dimension of 1, and its values have a head_dim of their own. Padding
-        attends to nothing, and nothing attends to it; its output is 0.
+        Multi-latent attention leaves out the dimension of 1, and its values have a head_dim of their own.
         """
-        assert isinstance(packed_seq_params, PlannedSequences)
-        SequenceCoreAttention.latest = packed_seq_params
-        attend = packed_seq_params.windowed if self.windowed else packed_seq_params.attention
-        assert attend is not None
-        tokens, rows = packed_seq_params.tokens, query.shape[0]
-        inputs = [(part.squeeze(1) if part.dim() == 4 else part)[:tokens] for part in (query, key, value)]
+        assert isinstance(packed_seq_params, PlannedSequences) and packed_seq_params.attention is not None
+        self.current.planned = packed_seq_params
         latents, self.latents = self.latents, None
-        sent = {} if latents is None else {"latent": latents.tokens[:tokens], "projection": latents.weight}
-        output = attend(*inputs, softmax_scale=self.softmax_scale, sink=self.softmax_offset, **sent).flatten(1)
-        if tokens < rows:
-            output = torch.nn.functional.pad(output, (0, 0, 0, rows - tokens))
+        output = packed_seq_params.attention.attend(
+            query,
+            key,
+            value,
+            windowed=self.windowed,
+            softmax_scale=self.softmax_scale,
+            sink=self.softmax_offset,
+            latents=latents,
+        )
         return output.unsqueeze(1)
-
-
-class PlannedMoELayer(MoETransformerLayer):
-    """A layer of a hybrid model that has only experts. It sets the micro-batch that its router reads, since the
-    attention before it may be on another stage."""
-
-    def forward(self, *args: Any, packed_seq_params: PackedSeqParams | None = None, **kwargs: Any) -> Any:
-        SequenceCoreAttention.latest = packed_seq_params
-        return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
 
 
 def window_of(config: Any) -> tuple[int, int] | None:
@@ -159,10 +229,20 @@ class DocumentRotaryEmbedding(torch.nn.Module):
 
     def forward(self, planned: PlannedSequences, **unused: Any) -> Any:
         """Angles [rows, 1, 1, dim]; with YaRN (angles, scale), as from the original."""
-        table = self.original(planned.longest, packed_seq=True)
+        assert planned.positions is not None
+        table, rows = self.original(planned.positions.longest, packed_seq=True), planned.positions.rows
         if isinstance(table, tuple):
-            return table[0][planned.positions], *table[1:]
-        return table[planned.positions]
+            return table[0][rows], *table[1:]
+        return table[rows]
+
+
+def use_document_positions(chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Replace the rotary embeddings of a model by ones with positions in documents. Returns `chunks`, as Megatron's
+    model hooks must. Data parallelism keeps a table of the modules that it wraps, so they are replaced before."""
+    for model in unwrap_model(chunks):
+        if getattr(model, "rotary_pos_emb", None) is not None:
+            model.rotary_pos_emb = DocumentRotaryEmbedding(model.rotary_pos_emb)
+    return chunks
 
 
 class _LatentRotaryEmbedding(DocumentRotaryEmbedding):
@@ -170,11 +250,12 @@ class _LatentRotaryEmbedding(DocumentRotaryEmbedding):
 
     def forward(self, planned: PlannedSequences, **unused: Any) -> Any:
         """Angles [rows, 1, dim]; with YaRN (angles, scale)."""
-        if planned.angles is None:
+        assert planned.positions is not None
+        if planned.positions.angles is None:
             found = super().forward(planned)
             scaled = isinstance(found, tuple)
-            planned.angles = (found[0].squeeze(1), *found[1:]) if scaled else found.squeeze(1)
-        return planned.angles
+            planned.positions.angles = (found[0].squeeze(1), *found[1:]) if scaled else found.squeeze(1)
+        return planned.positions.angles
 
 
 def of_documents(attention: type, *, latents: bool) -> type:

@@ -9,7 +9,7 @@ prediction.
 
 import pickle
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from balancing.sequences.ahead import Planned
+from balancing.sequences.ahead import PlanningAhead
 from balancing.sequences.sequence_plan import SequencePlan
 from megatron.balanced.sequences.domain import Domain, Sample
 from megatron.balanced.sequences.reading import document_lengths, read_tokens, sample_areas, sample_costs
@@ -106,7 +106,7 @@ class PlannedDataset(torch.utils.data.Dataset):
     """Any of Megatron's GPT datasets, read a micro-batch at a time.
 
     dataset: of samples, tensors by name.
-    plan: makes a plan and this rank's program from lengths.
+    planning: makes plans and this rank's programs from lengths.
     domain: the ranks that share micro-batches.
     rows: of each rank.
     padding: the token that samples are padded with at their end; None if they are always full.
@@ -117,14 +117,14 @@ class PlannedDataset(torch.utils.data.Dataset):
     def __init__(
         self,
         dataset: torch.utils.data.Dataset,
-        plan: Callable[[Sequence[int]], Planned],
+        planning: PlanningAhead,
         domain: Domain,
         rows: Rows,
         padding: int | None,
         steps: Steps | WholeSteps | None = None,
     ) -> None:
-        self._dataset, self._plan, self._domain, self._rows, self._padding = dataset, plan, domain, rows, padding
-        self._steps = steps
+        self._dataset, self._planning, self._domain = dataset, planning, domain
+        self._rows, self._padding, self._steps = rows, padding, steps
         # Of the latest step: its first sample, and the micro-batch of each document, or the samples of each micro-batch
         self._latest: tuple[int, _Drawn, np.ndarray] | None = None
         self._latest_whole: tuple[int, list[list[Sample]]] | None = None
@@ -146,7 +146,7 @@ class PlannedDataset(torch.utils.data.Dataset):
         drawn, chosen = self._micro_batch(indices)
         spent = (time.perf_counter() - begin) * 1e3
         documents = [drawn.documents[number] for number in chosen]
-        plan, program, milliseconds = self._plan([document.tokens for document in documents])
+        plan, programs, milliseconds = self._planning([document.tokens for document in documents])
         rows = self._rows.of(plan, drawn.size)
         size = rows * (1 + self._rows.shifts)
         batch = {name: torch.zeros(size, dtype=torch.int64) for name in _INTEGERS}
@@ -167,7 +167,7 @@ class PlannedDataset(torch.utils.data.Dataset):
         # embedding of a token that the data does not have may be NaN.
         batch["tokens"].view(-1, rows)[:, len(places.samples) :] = batch["tokens"][0]
         origins = tuple(drawn.samples[document.sample].origin for document in documents)
-        planned = pickle.dumps(PlannedBatch(plan, program, origins, chosen))
+        planned = pickle.dumps(PlannedBatch(plan, programs, origins, chosen))
         return [batch | {"plan": planned, "plan_ms": milliseconds + spent}]
 
     def _micro_batch(self, indices: Sequence[int]) -> tuple["_Drawn", tuple[int, ...]]:

@@ -25,7 +25,7 @@ from megatron.core import mpu
 
 from balancing.sequences.planners.groups import deal_areas, number_of_groups
 
-__all__ = ["Domain", "Sample", "count_tokens", "token_weights", "weights_of_counts"]
+__all__ = ["Domain", "LossTokens", "Sample"]
 
 
 @dataclass(frozen=True)
@@ -91,28 +91,38 @@ class Sample:
     origin: int
 
 
-def token_weights(
-    loss_mask: torch.Tensor, origin: torch.Tensor, origins: int, process_group: dist.ProcessGroup
-) -> torch.Tensor:
-    """[row], weight of each row of this rank in the loss: 1 / (tokens with a loss of its origin), or 0 without a loss.
+@dataclass(frozen=True)
+class LossTokens:
+    """The tokens with a loss of one micro-batch, by origin.
 
-    loss_mask: [row], 1 where a token counts, 0 elsewhere.
     origin: int [row], of each row's token; any in padding.
     origins: their number.
-    process_group: the ranks that share the micro-batch. All of them call this together.
+    process_group: the ranks that share the micro-batch.
+    counted: [shift, origin], tokens with a loss on all ranks, by shift of multi-token prediction. None if they have not
+        been counted before.
     """
-    return weights_of_counts(loss_mask, origin, count_tokens(loss_mask, origin, origins, process_group))
 
+    origin: torch.Tensor
+    origins: int
+    process_group: dist.ProcessGroup
+    counted: torch.Tensor | None = None
 
-def count_tokens(
-    loss_mask: torch.Tensor, origin: torch.Tensor, origins: int, process_group: dist.ProcessGroup
-) -> torch.Tensor:
-    """[..., origin], tokens with a loss of each origin on all ranks. loss_mask: [..., row]; see `token_weights`."""
-    tokens = loss_mask.new_zeros(*loss_mask.shape[:-1], origins).index_add_(-1, origin, loss_mask)
-    dist.all_reduce(tokens, group=process_group)
-    return tokens
+    def count(self, masks: torch.Tensor) -> torch.Tensor:
+        """[shift, origin], tokens with a loss on all ranks. All of them call this together.
 
+        masks: [shift, row], 1 where a token counts, 0 elsewhere.
+        """
+        if self.counted is not None:
+            return self.counted
+        tokens = masks.new_zeros(len(masks), self.origins).index_add_(1, self.origin, masks)
+        dist.all_reduce(tokens, group=self.process_group)
+        return tokens
 
-def weights_of_counts(loss_mask: torch.Tensor, origin: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """As `token_weights`, where `tokens` [..., origin] have been counted before. loss_mask: [..., row]."""
-    return loss_mask / tokens.to(loss_mask.dtype).clamp(min=1)[..., origin]
+    def weights(self, mask: torch.Tensor) -> torch.Tensor:
+        """[row], weight of each row of this rank in the loss of the next token: 1 / (tokens with a loss of its origin),
+        or 0 without a loss. All ranks that share the micro-batch call this together. mask: [row]."""
+        return self.by_origin(mask[None], self.count(mask[None])[:1])[0]
+
+    def by_origin(self, masks: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """`masks` [shift, row] divided by `tokens` [shift, origin] of each row's origin."""
+        return masks / tokens.to(masks.dtype).clamp(min=1)[:, self.origin]

@@ -1,5 +1,6 @@
 """Events of the report about the documents of a step: their spread over ranks, and what that took."""
 
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from balancing.sequences.micro_batches import document_seconds
 from balancing.sequences.window import in_window
 from megatron.balanced.sequences.domain import Domain
 
-__all__ = ["MicroBatch", "Sharing", "spent", "step_event"]
+__all__ = ["MicroBatch", "Share", "StepRecord", "step_event"]
 
 
 class MicroBatch(NamedTuple):
@@ -35,50 +36,85 @@ class MicroBatch(NamedTuple):
     waited_ms: float
 
 
-class Sharing(NamedTuple):
-    """The ranks that share micro-batches, the model, and the pipeline stage and data-parallel rank of this rank. A loop
-    may ask for an event when its process groups are gone."""
+class Share(NamedTuple):
+    """What an event says of one rank's part in a step. It has no process groups: a loop may ask for an event when they
+    are gone.
+
+    domain, cluster, shape: the ranks that share micro-batches, and the model.
+    stage, replica: the pipeline stage and data-parallel rank of this rank.
+    padded, step_seconds: as in `Tokens`.
+    """
 
     domain: Domain
     cluster: Cluster
     shape: AttentionShape
     stage: int
     replica: int
+    padded: bool
+    step_seconds: Callable[[np.ndarray], float] | None
 
 
-def spent(batches: Sequence[MicroBatch]) -> list[int]:
-    """Six numbers of a step: microseconds that this rank waited for transfers, and for plans; bytes of keys and values
-    that it sent inside its node, and to other nodes; bytes of remapping that it sent inside its node, and to others."""
-    statistics = [attention.statistics for batch in batches for attention in batch.attentions]
-    return [
-        round(sum(one.exposed_seconds for one in statistics) * 1e6),
-        round(sum(batch.waited_ms for batch in batches) * 1e3),
-        sum(one.intra_bytes for one in statistics),
-        sum(one.inter_bytes for one in statistics),
-        sum(one.remap_intra_bytes for one in statistics),
-        sum(one.remap_inter_bytes for one in statistics),
-    ]
+class StepRecord:
+    """The micro-batches of the training step in progress, on one rank.
+
+    timed: whether someone reads the times of messages.
+    most_rows: most rows of keys and values, own and received, in a micro-batch so far, also of validation.
+    """
+
+    def __init__(self, timed: bool) -> None:
+        self.timed, self.most_rows = timed, 0
+        self._batches: list[MicroBatch] | None = None
+
+    @property
+    def is_training(self) -> bool:
+        """Whether a training step is in progress."""
+        return self._batches is not None
+
+    def begin(self) -> None:
+        """A schedule of a training step begins, perhaps once more."""
+        self._batches = []
+
+    def add(self, batch: MicroBatch) -> None:
+        self.most_rows = max(self.most_rows, *(one.program.program.rows for one in batch.attentions))
+        if self._batches is not None:
+            self._batches.append(batch)
+
+    @property
+    def digest(self) -> int:
+        """Of all plans of the step, below 2^56."""
+        digests = "".join(batch.plan.digest for batch in self._batches or ()).encode()
+        return int.from_bytes(hashlib.sha256(digests).digest()[:7], "little")
+
+    @property
+    def spent(self) -> list[int]:
+        """Six numbers of the step: microseconds that this rank waited for transfers, and for plans; bytes of keys and
+        values that it sent inside its node, and to other nodes; bytes of remapping that it sent inside its node, and to
+        others."""
+        batches = self._batches or ()
+        statistics = [attention.statistics for batch in batches for attention in batch.attentions]
+        return [
+            round(sum(one.exposed_seconds for one in statistics) * 1e6),
+            round(sum(batch.waited_ms for batch in batches) * 1e3),
+            sum(one.intra_bytes for one in statistics),
+            sum(one.inter_bytes for one in statistics),
+            sum(one.remap_intra_bytes for one in statistics),
+            sum(one.remap_inter_bytes for one in statistics),
+        ]
+
+    def end(self) -> list[MicroBatch]:
+        """Returns the micro-batches of the step."""
+        batches, self._batches = self._batches or [], None
+        return batches
 
 
-def step_event(
-    iteration: int,
-    batches: Sequence[MicroBatch],
-    of_ranks: np.ndarray,
-    padded: bool,
-    sharing: Sharing,
-    step: Callable[[np.ndarray], float] | None,
-) -> dict[str, Any]:
+def step_event(iteration: int, batches: Sequence[MicroBatch], of_ranks: np.ndarray, share: Share) -> dict[str, Any]:
     """The event of one step.
 
     iteration: from 0.
     batches: of the step, in all chunks of the rank.
-    of_ranks: int64 [rank, number], `spent` of each rank that shares micro-batches.
-    padded: whether Megatron-LM would split each document by itself, as a padded sample.
-    sharing: the ranks that share micro-batches, and the model.
-    step: costs of micro-batches -> seconds of a step. None if documents run in the micro-batches for which they were
-        drawn.
+    of_ranks: int64 [rank, number], `StepRecord.spent` of each rank that shares micro-batches.
     """
-    domain, cluster, shape, stage, replica = sharing
+    domain, cluster, shape, stage, replica, padded, step = share
     exposed, waited, *sent = of_ranks.T
     kv_intra, kv_inter, remap_intra, remap_inter = (int(part.sum()) for part in sent)
     plan_ms = sum(batch.plan_ms for batch in batches)

@@ -24,7 +24,7 @@ from megatron.core.transformer.multi_token_prediction import (
 from megatron.core.utils import make_viewless_tensor
 
 from megatron.balanced.sequences.attention import PlannedSequences
-from megatron.balanced.sequences.domain import weights_of_counts
+from megatron.balanced.sequences.domain import LossTokens
 
 __all__ = ["Prediction", "PredictionLayer", "with_planned_losses"]
 
@@ -35,16 +35,14 @@ class Prediction:
 
     tokens, labels, positions: int64, each [1, rows].
     masks: of the loss, each [1, rows].
-    origin: int [row], of each row's token; any in padding.
-    count: masks [shift, row] -> tokens with a loss of each origin, [shift, origin], over all ranks of the domain.
+    losses: tokens with a loss, by shift.
     """
 
     tokens: tuple[torch.Tensor, ...]
     labels: tuple[torch.Tensor, ...]
     positions: tuple[torch.Tensor, ...]
     masks: tuple[torch.Tensor, ...]
-    origin: torch.Tensor
-    count: Callable[[torch.Tensor], torch.Tensor]
+    losses: LossTokens
 
     def following(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens and positions, shifted by one more than `tokens`, which is one of the tensors of this object."""
@@ -58,14 +56,14 @@ class Prediction:
             its micro-batch. It then multiplies the average of a micro-batch by its tokens before the shift.
         """
         masks = torch.cat(self.masks)
-        counts = self.count(masks)
+        counts = self.losses.count(masks)
         # Megatron-LM divides the sum over all ranks by data- times context-parallel ranks, but all ranks together have
         # one loss for each data-parallel rank.
-        average = weights_of_counts(masks.to(dtype), self.origin, counts) * mpu.get_context_parallel_world_size()
+        average = self.losses.by_origin(masks.to(dtype), counts) * mpu.get_context_parallel_world_size()
         if not per_token:
             return average, average
         whole = counts.to(masks.dtype)
-        return average, masks.to(dtype) * (whole[0] / whole.clamp(min=1))[:, self.origin].to(dtype)
+        return average, masks.to(dtype) * (whole[0] / whole.clamp(min=1))[:, self.losses.origin].to(dtype)
 
 
 class PredictionLayer(MultiTokenPredictionLayer):

@@ -20,11 +20,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_layer import MoETransformerLayer
 
-from megatron.balanced.sequences.attention import PlannedSequences, SequenceCoreAttention
+from megatron.balanced.sequences.attention import CurrentBatch, PlannedSequences, SampleRows, SequenceCoreAttention
 from megatron.balanced.shared.recompute import Replays
 
-__all__ = ["PackedRouter", "SampleRouter", "loss_of_parts", "tokens_of_parts"]
+__all__ = ["PackedRouter", "PlannedMoELayer", "SampleRouter", "loss_of_parts", "tell_routers", "tokens_of_parts"]
 
 _LOGGED = {"aux_loss": "load_balancing_loss", "seq_aux_loss": "seq_load_balancing_loss"}  # in Megatron-LM's log
 
@@ -62,14 +63,15 @@ class SampleRouter(TopKRouter):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.current = CurrentBatch()  # of this layer
         self._passes: Replays[PlannedSequences | None] = Replays()
         self._planned: PlannedSequences | None = None  # of the pass in progress
 
     def forward(self, input: torch.Tensor, padding_mask: torch.Tensor | None = None) -> Any:
-        """As Megatron-LM's. The micro-batch is the one that has just passed through attention; if this layer's experts
-        are recomputed without attention, the one of the pass that is recomputed."""
+        """As Megatron-LM's. The micro-batch is the one that passes through the layer; if experts are recomputed without
+        attention, the one of the pass that is recomputed."""
         if self.training and (torch.is_grad_enabled() or input.requires_grad):  # a frozen layer's input requires none
-            self._planned, _ = self._passes.decide(lambda: SequenceCoreAttention.latest)
+            self._planned, _ = self._passes.decide(lambda: self.current.planned)
         return super().forward(input, padding_mask)
 
     def _apply_aux_loss(
@@ -79,11 +81,9 @@ class SampleRouter(TopKRouter):
         routing_map: torch.Tensor,
         with_padding_mask: bool = False,
     ) -> torch.Tensor:
-        planned = self._planned
-        assert planned is not None
-        samples = planned.samples // planned.origins
+        drawn = self._drawn
         found = scores_for_aux_loss, routing_map
-        return self._of_parts("aux_loss", probs, *found, samples_of_part=samples)
+        return self._of_parts("aux_loss", probs, *found, samples_of_part=drawn.samples // drawn.origins)
 
     def _apply_seq_aux_loss(
         self,
@@ -100,12 +100,13 @@ class SampleRouter(TopKRouter):
     def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
         """Count the tokens of each expert for its bias, without rows of padding."""
         planned, rows = self._planned, len(routing_map)
-        if torch.is_grad_enabled() and planned is not None and planned.positions is not None:
-            every = len(planned.positions)
-            if planned.tokens < every:
+        if torch.is_grad_enabled() and planned is not None:
+            assert planned.positions is not None and planned.attention is not None
+            every, tokens = len(planned.positions.rows), planned.attention.tokens
+            if tokens < every:
                 first = self.tp_group.rank() * rows if rows < every else 0
                 place = torch.arange(first, first + rows, device=routing_map.device)
-                routing_map = routing_map & (place < planned.tokens)[:, None]
+                routing_map = routing_map & (place < tokens)[:, None]
         super()._apply_expert_bias(routing_map, padding_mask=padding_mask)
 
     def _of_parts(
@@ -117,18 +118,40 @@ class SampleRouter(TopKRouter):
         samples_of_part: int,
     ) -> torch.Tensor:
         """`_with_loss` of a part for each `samples_of_part` samples; a micro-batch has the mean of its parts."""
-        planned, rows = self._planned, len(routing_map)
-        assert planned is not None and planned.sample is not None
-        samples = planned.sample
+        drawn, rows = self._drawn, len(routing_map)
+        samples = drawn.rows
         if rows < len(samples):  # under sequence parallelism
             samples = samples[self.tp_group.rank() * rows :][:rows]
-        if planned.sharing is None:
-            process_groups = [self.tp_dp_cp_group if planned.origins > 1 else self.tp_cp_group]
+        if drawn.process_group is None:
+            process_groups = [self.tp_dp_cp_group if drawn.origins > 1 else self.tp_cp_group]
         else:
-            process_groups = [planned.sharing, self.tp_group]
-        number = planned.samples // samples_of_part
-        parts = _Parts(samples // samples_of_part, number, process_groups, planned.origins)
+            process_groups = [drawn.process_group, self.tp_group]
+        number = drawn.samples // samples_of_part
+        parts = _Parts(samples // samples_of_part, number, process_groups, drawn.origins)
         return _with_loss(self, kind, probs, scores, routing_map, parts)
+
+    @property
+    def _drawn(self) -> SampleRows:
+        assert self._planned is not None and self._planned.samples is not None
+        return self._planned.samples
+
+
+class PlannedMoELayer(MoETransformerLayer):
+    """A layer of a hybrid model that has only experts. It tells its router the micro-batch."""
+
+    def forward(self, *args: Any, packed_seq_params: PlannedSequences | None = None, **kwargs: Any) -> Any:
+        self.mlp.router.current.planned = packed_seq_params
+        return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+
+
+def tell_routers(model: torch.nn.Module) -> None:
+    """Give the routers of a model the micro-batches that the attention of their layers gets. Megatron-LM gives routers
+    hidden states only."""
+    for layer in model.modules():
+        router = getattr(getattr(layer, "mlp", None), "router", None)
+        attention = getattr(getattr(layer, "self_attention", None), "core_attention", None)
+        if isinstance(router, SampleRouter) and isinstance(attention, SequenceCoreAttention):
+            router.current = attention.current
 
 
 class _Parts(NamedTuple):

@@ -15,15 +15,32 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from balancing.cluster import Cluster
 from balancing.pipeline import Schedule, simulate_schedule
-from balancing.sequences import MicroBatchPlan
+from balancing.sequences import AttentionShape, deal_whole, plan_micro_batches
+from balancing.sequences.micro_batches import document_seconds
 from balancing.sequences.planners.groups import deal_areas
 from balancing.sequences.planners.micro_batches import whole_costs
 from megatron.balanced.sequences.domain import Domain, Sample
 
-__all__ = ["Step", "Steps", "WholeSteps", "deal_documents", "step_seconds"]
+__all__ = ["Step", "StepSeconds", "Steps", "WholeSteps"]
 
 _FORWARD = 0.32  # fraction of the seconds of both passes: a third in linear layers, less in attention
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    """Seconds of a step on a pipeline of equal stages. stages, chunks, schedule: as in `balancing.pipeline`."""
+
+    stages: int
+    chunks: int
+    schedule: Schedule
+
+    def __call__(self, costs: np.ndarray) -> float:
+        """costs: float64 [micro-batch], seconds of forward and backward in all layers."""
+        passes = (part * costs / (self.stages * self.chunks) for part in (_FORWARD, 1 - _FORWARD))
+        forward, backward = (np.broadcast_to(seconds, (self.stages, self.chunks, len(costs))) for seconds in passes)
+        return simulate_schedule(forward, backward, len(costs), schedule=self.schedule).step_time
 
 
 @dataclass(frozen=True)
@@ -47,11 +64,17 @@ class _OfOneSize:
     micro_batches: of a step.
     samples: of a step, on all data-parallel ranks.
     first: sample with which the first step of this run begins.
+    cluster: the ranks that share micro-batches.
+    shape: of the model's attention.
+    seconds: of a step, from costs of its micro-batches.
     """
 
     micro_batches: int
     samples: int
     first: int
+    cluster: Cluster
+    shape: AttentionShape
+    seconds: StepSeconds
 
     def place(self, indices: Sequence[int]) -> tuple[int, int]:
         """Where this rank has the samples `indices`: the first sample of the step, and the micro-batch."""
@@ -63,10 +86,29 @@ class _OfOneSize:
 class Steps(_OfOneSize):
     """Steps whose documents are distributed over their micro-batches.
 
-    deal: lengths and drawn micro-batches of documents -> int64 [document], the micro-batch in which each runs.
+    token_capacity: most tokens of a micro-batch on a rank.
     """
 
-    deal: Callable[[Sequence[int], np.ndarray], np.ndarray]
+    token_capacity: int
+
+    def deal(self, lengths: Sequence[int], drawn: np.ndarray) -> np.ndarray:
+        """int64 [document], the micro-batch in which each runs.
+
+        lengths: tokens of each document.
+        drawn: int64 [document], the micro-batch that Megatron-LM has it in.
+        """
+        found = plan_micro_batches(
+            lengths,
+            drawn=drawn,
+            micro_batches=self.micro_batches,
+            cluster=self.cluster,
+            shape=self.shape,
+            token_capacity=self.token_capacity,
+            step=self.seconds,
+        )
+        if found.tokens.min() < self.cluster.world_size:  # a rank would be without a token
+            return drawn
+        return np.array(found.micro_batch, dtype=np.int64)
 
     def of(self, indices: Sequence[int], domain: Domain, areas: Callable[[np.ndarray], np.ndarray | None]) -> Step:
         """The step in which this rank has the samples `indices` in one of the micro-batches.
@@ -86,14 +128,15 @@ class Steps(_OfOneSize):
 
 @dataclass(frozen=True)
 class WholeSteps(_OfOneSize):
-    """Steps whose micro-batches of Megatron-LM stay whole.
+    """Steps whose micro-batches of Megatron-LM stay whole."""
 
-    cost: tokens of documents, int64 [document] -> seconds, float64 [document].
-    deal: seconds of Megatron-LM's micro-batches, float64 [part] -> int64 [part], the micro-batch in which each runs.
-    """
+    def cost(self, lengths: np.ndarray) -> np.ndarray:
+        """float64 [document], seconds of documents. lengths: int64 [document], their tokens."""
+        return document_seconds(lengths, self.cluster, self.shape)
 
-    cost: Callable[[np.ndarray], np.ndarray]
-    deal: Callable[[np.ndarray], np.ndarray]
+    def deal(self, seconds: np.ndarray) -> np.ndarray:
+        """int64 [part], the micro-batch in which each of Megatron-LM's micro-batches runs. seconds: float64 [part]."""
+        return deal_whole(seconds, self.micro_batches, self.seconds)
 
     def of(
         self, indices: Sequence[int], domain: Domain, costs: Callable[[np.ndarray], np.ndarray | None]
@@ -148,30 +191,3 @@ class WholeSteps(_OfOneSize):
         alone = domain.origins == domain.groups == 1
         of_ranks = np.array([indices[0] - first - micro_batch * samples]) if alone else np.arange(0, samples, size)
         return (first + np.arange(self.micro_batches)[:, None] * samples + of_ranks).reshape(-1)
-
-
-def deal_documents(
-    lengths: Sequence[int], drawn: np.ndarray, *, ranks: int, plan: Callable[..., MicroBatchPlan]
-) -> np.ndarray:
-    """int64 [document], the micro-batch in which each runs.
-
-    lengths: tokens of each document.
-    drawn: int64 [document], the micro-batch that Megatron-LM has it in.
-    ranks: over which each micro-batch is spread.
-    plan: `plan_micro_batches` for the steps of this job.
-    """
-    found = plan(lengths, drawn=drawn)
-    if found.tokens.min() < ranks:  # a rank would be without a token
-        return drawn
-    return np.array(found.micro_batch, dtype=np.int64)
-
-
-def step_seconds(costs: np.ndarray, *, stages: int, chunks: int, schedule: Schedule) -> float:
-    """Seconds of a step on a pipeline of equal stages.
-
-    costs: float64 [micro-batch], seconds of forward and backward in all layers.
-    stages, chunks, schedule: as in `balancing.layers.operations`.
-    """
-    passes = (part * costs / (stages * chunks) for part in (_FORWARD, 1 - _FORWARD))
-    forward, backward = (np.broadcast_to(seconds, (stages, chunks, len(costs))) for seconds in passes)
-    return simulate_schedule(forward, backward, len(costs), schedule=schedule).step_time

@@ -34,7 +34,7 @@ from balancing.sequences.sequence_plan import SequencePlan
 
 if TYPE_CHECKING:
     from megatron.balanced.observe.observer import Observer
-    from megatron.balanced.sequences.balancer import SequenceBalancer
+    from megatron.balanced.sequences.moved_tokens import MovedTokens
 from megatron.balanced.trainer.sequence_rules import packs_samples_of_losses
 
 __all__ = ["forward_step", "is_packed", "train_valid_test_datasets"]
@@ -287,7 +287,7 @@ def forward_step(
     return_schedule_plan: bool = False,
     *,
     observer: "Observer | None" = None,
-    sequences: "SequenceBalancer | None" = None,
+    tokens: "MovedTokens | None" = None,
     releases: bool = False,
     count: Callable[[torch.Tensor], None] | None = None,
 ) -> tuple[Any, Callable]:
@@ -298,7 +298,7 @@ def forward_step(
     return_schedule_plan: return Megatron-LM's plan of the forward and backward pass instead of the output tensor. The
         schedule then runs the plan in parts (`--overlap-moe-expert-parallel-comm`).
     observer: told of each micro-batch, and of Megatron-LM's plan if that is returned.
-    sequences: plans how documents are spread over ranks; None for Megatron-LM's own layout.
+    tokens: gives micro-batches whose documents are spread over ranks; None for Megatron-LM's own layout.
     releases: whether ranks may leave the job, as in `train_valid_test_datasets`.
     count: told of the number of tokens with a loss of each trained micro-batch.
     """
@@ -310,12 +310,12 @@ def forward_step(
     packed: PackedSeqParams | None
     plan: SequencePlan | None = None
     rank, weigh = 0, None
-    if sequences is None:
+    if tokens is None:
         batch = _next_batch(data_iterator, vp_stage, releases) or dict.fromkeys(_BATCH_KEYS)
         packed = _packed_parameters(batch)
     else:
-        batch, packed, plan = sequences.next_batch(data_iterator, vp_stage or 0)
-        rank, weigh = sequences.domain.rank, packed.weigh
+        batch, packed, plan, losses = tokens.next_batch(data_iterator, vp_stage or 0)
+        rank, weigh = tokens.sharing.domain.rank, losses.weights
     timers("batch-generator").stop()
     if observer is not None:
         observer.documents(partial(_document_lengths, args, packed, plan), vp_stage or 0, plan, rank)

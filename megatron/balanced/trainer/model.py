@@ -41,9 +41,9 @@ from megatron.balanced.local.hybrid_stack import local_stack_spec
 from megatron.balanced.local.latent_attention import LatentDotProductAttention, LatentSelfAttention
 from megatron.balanced.local.mamba import ScannedMambaMixer
 from megatron.balanced.local.packed_attention import PackedDotProductAttention, PackedLatentDotProductAttention
-from megatron.balanced.sequences.attention import PlannedMoELayer, SequenceCoreAttention, of_documents
+from megatron.balanced.sequences.attention import SequenceCoreAttention, of_documents
 from megatron.balanced.sequences.prediction import PredictionLayer
-from megatron.balanced.sequences.router import PackedRouter, SampleRouter
+from megatron.balanced.sequences.router import PackedRouter, PlannedMoELayer, SampleRouter
 from megatron.balanced.sequences.states import of_whole_documents
 from megatron.balanced.sequences.travelling import latent_shape
 from megatron.balanced.trainer.sequence_rules import packs_samples_of_losses, routes_by_sample
@@ -136,7 +136,6 @@ def _replacements(
     if sequences.enabled:
         fitting[_core_attention(args)] = SequenceCoreAttention
         fitting[MultiTokenPredictionLayer] = PredictionLayer
-        fitting[MoETransformerLayer] = PlannedMoELayer
         fitting[MambaMixer] = of_whole_documents(fitting.get(MambaMixer, MambaMixer))
     elif args.transformer_impl == "local":
         packs, latent = args.sft or args.dataloader_inter_document_masking, args.multi_latent_attention
@@ -153,7 +152,7 @@ def _replacements(
     if args.transformer_impl == "local" and args.sequence_parallel:
         fitting[WrappedTorchNorm] = SequenceParallelNorm
     if routes_by_sample(args, sequences) or (sequences.micro_batches and args.moe_router_enable_expert_bias):
-        fitting[TopKRouter] = SampleRouter
+        fitting[TopKRouter], fitting[MoETransformerLayer] = SampleRouter, PlannedMoELayer
     elif packs_samples_of_losses(args) and args.sequence_parallel and not sequences.enabled:
         fitting[TopKRouter] = partial(PackedRouter, tokens_per_sample=args.seq_length)
     replicated: dict[Any, Any] = {}

@@ -29,9 +29,9 @@ from megatron.balanced.observe.empty_steps import EmptySteps
 from megatron.balanced.observe.observer import Observer
 from megatron.balanced.observe.report_writer import ReportWriter
 from megatron.balanced.observe.trials import StepTrials
+from megatron.balanced.sequences.attention import use_document_positions
 from megatron.balanced.sequences.balancer import SequenceBalancer
-from megatron.balanced.sequences.batches import Batches
-from megatron.balanced.sequences.shape import shape_of
+from megatron.balanced.sequences.moved_tokens import Batches, MovedTokens
 from megatron.balanced.shared.callbacks import StepCallback, registered, use_schedule
 from megatron.balanced.shared.job import Job
 from megatron.balanced.shared.process_groups import SocketLimitError
@@ -124,7 +124,7 @@ def _features(
     cluster = cluster_from_flags(config, args.world_size)
     job = Job(args.seq_length, args.micro_batch_size, args.distributed_timeout_minutes, recaptures=True)
     features: list[StepCallback | Callable] = []
-    observer = sequences = None
+    observer = tokens = None
     if config.balance_report is not None or config.layers.enabled:
         observer = _observer(args, config)
         features.append(observer)
@@ -144,16 +144,10 @@ def _features(
         )
     features += of_model
     if config.sequences.enabled:
-        sequences = SequenceBalancer(
-            _batches(args, config, job, model),
-            model.transformer,
-            config.sequences,
-            cluster,
-            note,
-            update_seqlen_stats_from_cu_seqlens,
-        )
-        features.append(sequences)
-        model.pre_wrap_hooks.append(sequences.before_wrapping)
+        tokens = MovedTokens(_batches(args, config, job), update_seqlen_stats_from_cu_seqlens)
+        shared = {"config": config.sequences, "job": job, "cluster": cluster, "report": note, "tokens": tokens}
+        features.append(partial(SequenceBalancer, **shared))
+        model.pre_wrap_hooks.append(use_document_positions)
     if config.experts.enabled:
         features.append(partial(_expert_balancer, config.experts, job, cluster, note))
     if config.layers.enabled:
@@ -168,7 +162,7 @@ def _features(
         timed = None if observer is None else observer.weight_gradients
         features.append(WeightGradientFill(args.distributed_timeout_minutes, timed))
     releases = config.layers.enabled and config.layers.repacks
-    forward = partial(forward_step, observer=observer, sequences=sequences, releases=releases)
+    forward = partial(forward_step, observer=observer, tokens=tokens, releases=releases)
     if features or of_caller or patches.masks_losses(args):
         empty = EmptySteps(note)
         features.append(empty)
@@ -178,7 +172,7 @@ def _features(
     if (note := nothing_to_load(args)) is not None and args.rank == 0:
         forward = _say_first(note, forward)  # type: ignore[assignment]
     features += of_caller
-    return features, datasets if sequences is None else sequences.datasets(datasets), forward
+    return features, datasets if tokens is None else tokens.datasets(datasets), forward
 
 
 def _expert_balancer(
@@ -188,10 +182,9 @@ def _expert_balancer(
     return ExpertBalancer(chunks, config, job=job, cluster=cluster, report=note, reserved=reserved)
 
 
-def _batches(args: argparse.Namespace, config: BalanceConfig, job: Job, model: ModelConfig) -> Batches:
+def _batches(args: argparse.Namespace, config: BalanceConfig, job: Job) -> Batches:
     return Batches(
         job,
-        shape_of(model.transformer, args.hybrid_layer_pattern),
         step_samples=args.global_batch_size,
         trained_samples=lambda: args.consumed_train_samples,
         group=args.microbatch_group_size_per_vp_stage,

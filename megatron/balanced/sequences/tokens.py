@@ -1,0 +1,130 @@
+"""Where the tokens of a micro-batch are: the part of sequence balancing that depends on the loop.
+
+`SequenceBalancer` balances attention in two modes. In a loop that decides where tokens are, attention sends queries,
+keys and values (`in_place`). In a loop that reads its data through the balancer, the tokens themselves are where the
+plan puts them (`moved_tokens`). A mode makes the plans and calls attention; all else is the same for both.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from megatron.core import mpu
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from balancing.cluster import Cluster
+from balancing.messages import connect
+from balancing.sequences import AttentionShape
+from balancing.sequences.config import SequenceConfig
+from megatron.balanced.sequences.domain import Domain
+from megatron.balanced.sequences.events import StepRecord
+from megatron.balanced.sequences.planner import Planner, bytes_of_token
+from megatron.balanced.shared.process_groups import cluster_of, duplicate_group, split_group
+
+__all__ = ["Sharing", "Tokens"]
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """The ranks that share micro-batches, as one of them sees it, and what they balance.
+
+    domain: these ranks.
+    process_group: the same, a group of Megatron-LM or a part of it.
+    layers: the same, for messages of layers.
+    hosts: the same on gloo, for messages that hosts exchange without waiting for their devices.
+    cluster: the same; its speeds are for plans.
+    config: settings.
+    model: its config.
+    shape: of the model's attention.
+    record: of the step in progress.
+    """
+
+    domain: Domain
+    process_group: dist.ProcessGroup
+    layers: dist.ProcessGroup
+    hosts: dist.ProcessGroup
+    cluster: Cluster
+    config: SequenceConfig
+    model: TransformerConfig
+    shape: AttentionShape
+    record: StepRecord
+
+    @classmethod
+    def connect(
+        cls,
+        config: SequenceConfig,
+        model: TransformerConfig,
+        shape: AttentionShape,
+        machine: Cluster | None,
+        timeout_minutes: float,
+        *,
+        timed: bool,
+    ) -> "Sharing":
+        """All ranks of the job call it together.
+
+        config, model, shape: as above. Data-parallel ranks share micro-batches unless config.domain is "context".
+        machine: the cluster of the job; None for defaults.
+        timeout_minutes: of new process groups.
+        timed: whether someone reads the times of messages.
+        """
+        domain = Domain.of_context() if config.domain == "context" else Domain.of_data()
+        if config.domain == "context":
+            process_group = layers = mpu.get_context_parallel_group()
+            connect(layers)
+        elif domain.groups > 1:
+            whole = mpu.get_data_parallel_group(with_context_parallel=True)
+            process_group = layers = split_group(whole, domain.groups, timeout_minutes)
+        else:  # Megatron-LM reduces gradients in its own group meanwhile
+            process_group = mpu.get_data_parallel_group(with_context_parallel=True)
+            layers = duplicate_group(process_group, timeout_minutes)
+        return cls(
+            domain,
+            process_group,
+            layers,
+            duplicate_group(process_group, timeout_minutes, on_host=True),
+            cluster_of(dist.get_process_group_ranks(process_group), machine),
+            config,
+            model,
+            shape,
+            StepRecord(timed),
+        )
+
+    @property
+    def planner(self) -> Planner:
+        token_bytes = bytes_of_token(self.shape, self.model)
+        return Planner(self.config, self.cluster, self.domain.rank, self.shape, token_bytes)
+
+
+class Tokens:
+    """Base class of the two modes. All ranks of the job make the same calls."""
+
+    @property
+    def padded(self) -> bool:
+        """Whether the loop, without balancing, would cut each sequence by itself, as a padded sample."""
+        return True
+
+    @property
+    def step_seconds(self) -> Callable[[np.ndarray], float] | None:
+        """Costs of micro-batches [micro-batch] -> seconds of a step, if documents change their micro-batch. None if
+        they stay."""
+        return None
+
+    def attach(self, chunks: list[Any], sharing: Sharing) -> None:
+        """The balancer has been constructed. chunks: the model chunks of this rank."""
+
+    def layers_moved(self) -> None:
+        """Layers of the chunks may be other modules."""
+
+    def begin_schedule(self) -> None:
+        """Before the first forward pass of a training schedule."""
+
+    def end_schedule(self) -> None:
+        """After the last backward pass of a training schedule."""
+
+    def abandon_schedule(self) -> None:
+        """The schedule has failed on this rank. Do not communicate."""
+
+    def close(self) -> None:
+        """The balancer ends. The model is plain from now on."""
