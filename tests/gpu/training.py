@@ -293,7 +293,7 @@ def _measure_moves(told: Told) -> None:
     from megatron.balanced.layers import balancer as layers
     from tests.layers.test_memory import _Live
 
-    move = layers.LayerBalancer.move
+    move = layers.LayerBalancer.move_to
 
     def measured(self: Any, plan: Any) -> Any:
         gc.collect()
@@ -318,7 +318,7 @@ def _measure_moves(told: Told) -> None:
         told.moves.append((before, after, peak, weights, seconds, reserved))
         return moved
 
-    layers.LayerBalancer.move = measured
+    layers.LayerBalancer.move_to = measured
 
 
 @contextlib.contextmanager

@@ -223,13 +223,13 @@ def _left_over(argv: list[str], plans: Plans) -> tuple[int, list[str]]:
 
     Plan._build_callable_nodes, mover.change_layers = built, changed
     move_at(plans)
-    begin_step = balancer.LayerBalancer.begin_step
+    decide = balancer.LayerBalancer.decide
 
-    def checked(self: Any, iteration: int, config: Any) -> None:
+    def checked(self: Any, iteration: int) -> None:
         left.extend(name for reference, name in seen if reference() is not None)
-        begin_step(self, iteration, config)
+        decide(self, iteration)
 
-    balancer.LayerBalancer.begin_step = checked
+    balancer.LayerBalancer.decide = checked
     gc.disable()
     try:
         train_rank(argv, False)

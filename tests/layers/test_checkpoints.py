@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.moving import Plans, move_at, train_moving
+from tests.support.moving import Plans, at_end_of_step, move_at, train_moving
 from tests.support.patience import PATIENCE
 from tests.support.plain import train_plainly
 from tests.support.training import (
@@ -79,7 +79,6 @@ def _saves_slowly(argv: list[str], plans: Plans, folder: Path) -> tuple[RankRun,
     has ended. Returns the run, and whether the checkpoint was complete before."""
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
-    from megatron.balanced.layers import balancer as layers
     from tests.support.program import parse
 
     moved, write = folder / f"moved on {os.environ['RANK']}", FileSystemWriterAsync.write_preloaded_data
@@ -92,13 +91,13 @@ def _saves_slowly(argv: list[str], plans: Plans, folder: Path) -> tuple[RankRun,
             time.sleep(0.01)
         return write(*args, **kwargs)
 
-    def end_step(self: Any) -> None:
-        if self.iteration == min(plans):
+    def see(balancer: Any) -> None:
+        if balancer.iteration == min(plans):
             complete.append((folder / "latest_checkpointed_iteration.txt").exists())
             moved.touch()
 
     FileSystemWriterAsync.write_preloaded_data = staticmethod(write_later)
-    layers.LayerBalancer.end_step = end_step
+    at_end_of_step(see)
     move_at(plans)
     args, config, train = parse(argv)
     args.async_save, args.use_persistent_ckpt_worker, args.async_strategy = True, False, "mcore"

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.support.moving import Plans, move_at
+from tests.support.moving import Plans, at_end_of_step, move_at
 from tests.support.sampled import sampled
 from tests.support.training import MOCK_DATA, MODEL, MOE, train_rank
 
@@ -55,7 +55,7 @@ def _peak(argv: list[str]) -> tuple[int, int, int, int]:
 
     seen: list[int] = []
     move_at(PLAN)
-    move = layers.LayerBalancer.move
+    move = layers.LayerBalancer.move_to
 
     def watched(self: Any, plan: Any) -> Any:
         gc.collect()
@@ -67,7 +67,7 @@ def _peak(argv: list[str]) -> tuple[int, int, int, int]:
         seen.extend((before, live.now, live.peak, weights))
         return moved
 
-    layers.LayerBalancer.move = watched
+    layers.LayerBalancer.move_to = watched
     train_rank(argv, False)
     before, after, peak, weights = seen
     return before, after, peak, weights
@@ -136,23 +136,23 @@ def test_cached_memory_is_given_back_before_tensors_arrive_and_peaks_start_anew(
 
 def _bytes(argv: list[str]) -> tuple[dict[str, list[float]], dict[int, tuple[float, float]]]:
     """Bytes by layer as plans count them, and as they are in memory: weights with optimizer state, and gradients."""
-    from megatron.balanced.layers import balancer as layers
     from megatron.balanced.shared import callbacks
     from megatron.balanced.shared.optimizer_state import states_of
 
     counted: dict[str, list[float]] = {}
     held: dict[int, tuple[float, float]] = {}
 
-    def end_step(self: Any) -> None:
-        counted.update(travelling=list(self.mover.travelling_bytes()), resting=list(self.mover.resting_bytes()))
+    def see(balancer: Any) -> None:
+        mover = balancer.mover
+        counted.update(travelling=list(mover.travelling_bytes()), resting=list(mover.resting_bytes()))
         states = states_of(callbacks.trained().optimizer)
-        for layer in self.mover.models()[0].decoder.layers:
+        for layer in mover.models()[0].decoder.layers:
             resident = sum(p.nbytes for p in layer.parameters())
             resident += sum(t.nbytes for p in layer.parameters() if p in states for t in states[p].tensors.values())
             held[layer.layer_number - 1] = resident, sum(p.main_grad.nbytes for p in layer.parameters())
 
     move_at({})
-    layers.LayerBalancer.end_step = end_step
+    at_end_of_step(see)
     train_rank(argv, False)
     return counted, held
 

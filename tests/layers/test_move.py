@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.support.events import events_in
-from tests.support.moving import Plans, move_at, train_moving
+from tests.support.moving import Plans, at_end_of_step, move_at, train_moving
 from tests.support.sampled import sampled
 from tests.support.training import EXACT, MOCK_DATA, MODEL, MOE, Run, differences, train, train_rank
 
@@ -147,28 +147,29 @@ def _frozen_and_masked(argv: list[str]) -> list[tuple[int, bool, float, bool]]:
 
     found: list[tuple[int, bool, float, bool]] = []
     move_at({1: ((1,), (3,)), 3: ((3,), (1,))})
-    begin_step = layers.LayerBalancer.begin_step
+    decide = layers.LayerBalancer.decide
 
-    def first(self: Any, iteration: int, config: Any) -> None:
+    def first(self: Any, iteration: int) -> None:
         own = [layer for model in self.mover.models() for layer in model.decoder.layers]
         for layer in own if iteration == 1 else []:
             layer.mlp.linear_fc1.bias.requires_grad_(layer.layer_number != 2)
             layer.mlp.register_buffer("mask", torch.full((3,), float(layer.layer_number)), persistent=False)
-        begin_step(self, iteration, config)
+        decide(self, iteration)
 
-    def end_step(self: Any) -> None:
-        own = [layer for model in self.mover.models() for layer in model.decoder.layers]
+    def see(balancer: Any) -> None:
+        own = [layer for model in balancer.mover.models() for layer in model.decoder.layers]
         found[:] = [
             (
                 layer.layer_number,
                 layer.mlp.linear_fc1.bias.requires_grad,
-                layer.mlp.mask.mean().item() if self.iteration else 0.0,
-                self.iteration > 0 and "mask" in layer.mlp._non_persistent_buffers_set,
+                layer.mlp.mask.mean().item() if balancer.iteration else 0.0,
+                balancer.iteration > 0 and "mask" in layer.mlp._non_persistent_buffers_set,
             )
             for layer in own
         ]
 
-    layers.LayerBalancer.begin_step, layers.LayerBalancer.end_step = first, end_step
+    layers.LayerBalancer.decide = first
+    at_end_of_step(see)
     train_rank(argv, False)
     return found
 

@@ -13,7 +13,7 @@ from balancing.layers import release_of
 from tests.dynamics.test_moves import FREEZE
 from tests.sequences.test_packed_documents import PACKED, Packed
 from tests.support.events import events_in
-from tests.support.moving import _state_of, _whole, move_at
+from tests.support.moving import _state_of, _whole, at_end_of_step, move_at
 from tests.support.patience import answers_come_from
 from tests.support.program import parse
 from tests.support.sampled import sampled
@@ -48,19 +48,18 @@ def _rank(argv: list[str], plans: Any, stay: int) -> tuple[RankRun, dict[str, An
     """Train until the end or a release. Returns the run, the final optimizer state, and the exit code if released."""
     args, config, start = parse(argv)
 
-    from megatron.balanced.layers import balancer as layers
     from megatron.balanced.shared import callbacks
     from megatron.balanced.shared.optimizer_state import states_of
 
     state: dict[str, Any] = {}
 
-    def end_step(self: Any) -> None:
-        if self.iteration == self._planner._iterations - 1:
-            state.update(_state_of(self.mover, states_of(callbacks.trained().optimizer)))
+    def see(balancer: Any) -> None:
+        if balancer.iteration == balancer._planner._iterations - 1:
+            state.update(_state_of(balancer.mover, states_of(callbacks.trained().optimizer)))
 
     if plans:
         move_at(plans)
-    layers.LayerBalancer.end_step = end_step
+    at_end_of_step(see)
     finish = watch(args.rank < stay)
     code = None
     try:

@@ -92,6 +92,13 @@ def test_a_callback_needs_no_feature(pool, flags, steps):
     assert left == bool(flags), "Megatron-LM ends an early exit with SystemExit"
 
 
+def test_a_run_that_is_complete_has_no_step(pool, tmp_path):
+    flags = f"--pipeline-model-parallel-size 2 --balance-layers --train-iters 1 --save {tmp_path} --save-interval 1"
+    argv = [*MODEL, *MOCK_DATA, *EXACT, *flags.split()]
+    pool.run(2, _rank, argv, {})
+    assert pool.run(2, _rank, [*argv, "--load", str(tmp_path)], {}) == [(["attach 2", "end_training"], False)] * 2
+
+
 def _fails(argv: list[str]) -> None:
     from megatron.balanced.shared.callbacks import StepCallback
 

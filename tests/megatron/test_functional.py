@@ -140,7 +140,7 @@ def _move_one_layer() -> list[tuple[tuple[int, ...], ...]]:
 
     seen: list[tuple[tuple[int, ...], ...]] = []
 
-    def begin_step(self: Any, iteration: int, config: Any) -> None:
+    def decide(self: Any, iteration: int) -> None:
         self.iteration = iteration
         if iteration != MOVES_AT:
             return
@@ -152,10 +152,10 @@ def _move_one_layer() -> list[tuple[tuple[int, ...], ...]]:
         counts[giver] -= 1
         counts[taker] += 1
         after = tuple(tuple(counts[chunk * stages + stage] for chunk in range(chunks)) for stage in range(stages))
-        self.move(StagePlan.from_counts(after))
+        self.move_to(StagePlan.from_counts(after))
         seen.extend([tuple(tuple(map(len, stage)) for stage in before.chunks), after])
 
-    layers.LayerBalancer.begin_step = begin_step
+    layers.LayerBalancer.decide = decide
     return seen
 
 

@@ -11,7 +11,7 @@ from balancing.cluster import Cluster
 from balancing.sequences.sequence_plan import SequencePlan
 from tests.megatron.test_dropout import _all_differ, _digest, _draws
 from tests.support.events import events_in
-from tests.support.moving import move_at
+from tests.support.moving import at_end_of_step, move_at
 from tests.support.pool import Pool
 from tests.support.sequence_plans import nodes_of, random_plan
 from tests.support.settings import scheme_flags, settings
@@ -68,19 +68,11 @@ def test_heads_on_other_ranks_have_masks_of_their_own(pool: Pool) -> None:
 
 
 def _scale_after_a_move(argv: list[str], moves: bool) -> float:
-    from megatron.balanced.layers import balancer as layers
     from megatron.balanced.shared import callbacks
 
-    def begin_step(self: Any, iteration: int, config: Any) -> None:
-        self.iteration = iteration
-        if moves and iteration == 3:
-            from balancing.pipeline.stage_plan import StagePlan
-
-            self.move(StagePlan.from_counts(((1,), (3,))))
-
     scales: list[float] = []
-    layers.LayerBalancer.begin_step = begin_step
-    layers.LayerBalancer.end_step = lambda self: scales.append(float(callbacks.trained().optimizer.get_loss_scale()))
+    move_at({3: ((1,), (3,))} if moves else {})
+    at_end_of_step(lambda balancer: scales.append(float(callbacks.trained().optimizer.get_loss_scale())))
     train_rank(argv, False)
     return scales[-1]
 
@@ -252,7 +244,7 @@ def _generators_around_a_move(argv: list[str]) -> list[str]:
     from megatron.balanced.layers.balancer import LayerBalancer
 
     move_at({1: ((4,), (2,))})
-    move, states = LayerBalancer.move, []
+    move, states = LayerBalancer.move_to, []
 
     def note() -> None:
         tracked = get_cuda_rng_tracker().get_states()
@@ -264,7 +256,7 @@ def _generators_around_a_move(argv: list[str]) -> list[str]:
         note()
         return moved
 
-    LayerBalancer.move = watched
+    LayerBalancer.move_to = watched
     train_rank(argv, False)
     return states
 

@@ -16,29 +16,41 @@ def move_at(plans: Plans) -> None:
     from balancing.pipeline.stage_plan import StagePlan
     from megatron.balanced.layers import balancer as layers
 
-    def begin_step(self: Any, iteration: int, config: Any) -> None:
+    def decide(self: Any, iteration: int) -> None:
         self.iteration = iteration
         if iteration in plans:
-            self.move(StagePlan.from_counts(plans[iteration]))
+            self.move_to(StagePlan.from_counts(plans[iteration]))
 
-    layers.LayerBalancer.begin_step = begin_step
+    layers.LayerBalancer.decide = decide
+
+
+def at_end_of_step(see: Callable[[Any], Any]) -> None:
+    """Have `see` look at the layer balancer at the end of each step."""
+    from megatron.balanced.layers import balancer as layers
+
+    end = layers.LayerBalancer.end_step
+
+    def end_step(self: Any) -> None:
+        end(self)
+        see(self)
+
+    layers.LayerBalancer.end_step = end_step
 
 
 def moving_rank(argv: list[str], plans: Plans) -> tuple[RankRun, dict[str, Any]]:
     """The body of one rank. Returns the run, and this rank's pieces of the optimizer's state."""
-    from megatron.balanced.layers import balancer as layers
     from megatron.balanced.shared import callbacks
     from megatron.balanced.shared.optimizer_state import states_of
 
     seen: dict[str, Any] = {}
 
-    def end_step(self: Any) -> None:
-        if self.iteration == self._planner._iterations - 1:
-            seen["layers"] = self.mover.plan.chunks
-            seen["state"] = _state_of(self.mover, states_of(callbacks.trained().optimizer))
+    def see(balancer: Any) -> None:
+        if balancer.iteration == balancer._planner._iterations - 1:
+            seen["layers"] = balancer.mover.plan.chunks
+            seen["state"] = _state_of(balancer.mover, states_of(callbacks.trained().optimizer))
 
     move_at(plans)
-    layers.LayerBalancer.end_step = end_step
+    at_end_of_step(see)
     run = train_rank(argv, True)
     return run, seen
 

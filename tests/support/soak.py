@@ -29,7 +29,7 @@ import numpy as np
 import psutil
 
 from tests.support.corpus import END_OF_DOCUMENT, write_documents
-from tests.support.moving import Plans, move_at
+from tests.support.moving import Plans, at_end_of_step, move_at
 from tests.support.pool import Pool
 from tests.support.program import parse
 from tests.support.settings import EARLY_EXIT, scheme_flags, settings
@@ -180,7 +180,6 @@ def _rank(
 
     args, config, train = parse(argv)
 
-    from megatron.balanced.layers.balancer import LayerBalancer
     from megatron.balanced.shared.callbacks import StepCallback
 
     held: list[Held] = []
@@ -210,7 +209,7 @@ def _rank(
                 os.kill(os.getpid(), signal.SIGKILL)
 
     move_at(moves)
-    LayerBalancer.end_step = lambda self: layers.append(self.mover.plan.chunks)  # type: ignore[method-assign]
+    at_end_of_step(lambda balancer: layers.append(balancer.mover.plan.chunks))
     finish = watch(True)
     step = training.train_step
 

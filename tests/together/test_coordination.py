@@ -8,6 +8,7 @@ import pytest
 from balancing.layers import LayerMemory, StagePlan, plan_stages, stage_memory
 from balancing.layers.load import fit_activations
 from tests.support.events import events_in
+from tests.support.moving import at_end_of_step
 from tests.support.settings import settings
 from tests.support.training import EXACT, MODEL, MOE, RankRun, train_rank
 
@@ -68,7 +69,7 @@ def _drifting(argv: list[str]) -> tuple[RankRun, Any]:
     planning._BANDWIDTH, planning._FIXED_SECONDS = 1e18, 0.0
     planning.usable_memory = lambda: 1e12  # as on a GPU, whose memory plans have to keep to
     at = {"iteration": 0}
-    begin, end = LayerBalancer.begin_step, LayerBalancer.end_step
+    begin = LayerBalancer.begin_step
 
     def begin_step(self: Any, iteration: int, config: Any) -> None:
         begin(self, iteration, config)
@@ -76,10 +77,9 @@ def _drifting(argv: list[str]) -> tuple[RankRun, Any]:
 
     seen: dict[str, Any] = {}
 
-    def end_step(self: Any) -> None:
-        end(self)
-        if self.iteration == ITERATIONS - 1:
-            seen["others"] = self._planner._held_by_others()
+    def see(balancer: Any) -> None:
+        if balancer.iteration == ITERATIONS - 1:
+            seen["others"] = balancer._planner._held_by_others()
             seen["slots"], seen["rows"] = {}, 0
             for each in registered:
                 if isinstance(each, ExpertBalancer):
@@ -93,7 +93,8 @@ def _drifting(argv: list[str]) -> tuple[RankRun, Any]:
         past = np.clip((at["iteration"] - DRIFT.start) / len(DRIFT), 0, 1)
         return 0.0, SLOWER * (1 + 2 * past * (layer < 3))
 
-    LayerBalancer.begin_step, LayerBalancer.end_step = begin_step, end_step  # type: ignore[method-assign]
+    LayerBalancer.begin_step = begin_step  # type: ignore[method-assign]
+    at_end_of_step(see)
     slow_layers(SetClock().install(), seconds)
     return train_rank(argv, False), seen
 

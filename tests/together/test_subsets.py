@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from tests.sequences.test_packed_documents import PACKED, Packed
-from tests.support.moving import Plans, move_at
+from tests.support.moving import Plans, at_end_of_step, move_at
 from tests.support.settings import settings
 from tests.support.training import MOE, RankRun, Run, differences, join, train_rank
 from tests.together.test_structures import Planned, _assert_groups_differ, _place_at_random
@@ -62,10 +62,8 @@ def _rank(argv: list[str], moves: Plans) -> tuple[RankRun, Planned, Any]:
     planned = _place_at_random()
     layers: list[Any] = []
     if "--balance-layers" in argv:
-        from megatron.balanced.layers.balancer import LayerBalancer
-
         move_at(moves)
-        LayerBalancer.end_step = lambda self: layers.append(self.mover.plan.chunks)  # type: ignore[method-assign]
+        at_end_of_step(lambda balancer: layers.append(balancer.mover.plan.chunks))
     return train_rank(argv, True, True), planned, layers
 
 

@@ -1,87 +1,201 @@
-"""Layer balancing (`--balance-layers`): when to decide, and how a decision is carried out.
+"""Moves layers of a finished model between its pipeline stages: when to decide, and how a decision is carried out.
 
-Every `--layer-balance-interval` iterations, between two steps, all ranks make the same decision from measured costs
+Every `interval` steps, between two steps, all ranks make the same decision from measured costs
 (`megatron.balanced.layers.planning`). If layers move (`megatron.balanced.layers.mover`), training continues with the
 same numbers. The gate then watches the measured steps and reverts a move that made them slower. If the current plan is
 the best one and the user allows it, the pipeline gets shorter where that saves GPU-hours: the last stages send their
 layers to other stages and leave the job (`megatron.balanced.layers.repack`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.optimizer import ChainedOptimizer, get_megatron_optimizer
+from megatron.core.utils import get_model_config, unwrap_model
 
 from balancing.layers import StagePlan
 from balancing.layers.config import LayerConfig
+from balancing.layers.plan import ONE_CHUNK
 from megatron.balanced.layers.events import decision_event, release_event
+from megatron.balanced.layers.groups import MoveGroups
 from megatron.balanced.layers.loop import TrainingLoop
 from megatron.balanced.layers.mover import LayerMover, Moved
 from megatron.balanced.layers.planning import Choice, LayerPlanner
 from megatron.balanced.layers.repack import Repacker
 from megatron.balanced.layers.source import LayerSource
 from megatron.balanced.observe.observer import Observer
-from megatron.balanced.shared.callbacks import StepCallback
+from megatron.balanced.shared.callbacks import Callbacks, StepCallback
+from megatron.balanced.shared.job import Job
 from megatron.balanced.shared.log import print_once
-from megatron.balanced.shared.micro_batches import get_num_microbatches
+from megatron.balanced.shared.micro_batches import get_num_microbatches, schedule_of
+from megatron.balanced.shared.model_checks import check_model, mark_model
 
 __all__ = ["LayerBalancer"]
 
 
 class LayerBalancer(StepCallback):
-    """One on each rank; all ranks make the same decisions.
+    """Moves layers of a finished model between its pipeline stages, between two steps. Construct it on all ranks
+    together, before the first step.
 
-    config: settings of this balancer.
-    source: builds the layers of the model.
-    observer: measures the iterations of this rank.
-    loop: the training loop.
-    report: receives the events; `observer.note` by default.
+    Each training schedule of `Balancers` is measured. Every `interval` steps, `Balancers.after_step` decides whether
+    layers move. Moves are unsafe in loops that keep copies of weights by name. There, pass `moves=False` and restart
+    with the layout that `advise` returns.
+
+    chunks: the model chunks of this rank, each in `DistributedDataParallel`.
+    optimizer: from `get_megatron_optimizer`.
+    scheduler: of the learning rate, with Megatron-LM's `step`.
+    config: settings such as `interval` and `planner`; None for the defaults.
+    layer_spec: virtual stage of a chunk -> the layer spec that the model was built with, in the current layout.
+    job: as for `ExpertBalancer`. Only its timeout and `recaptures` are read.
+    overrides: the `config_overrides` passed to `get_megatron_optimizer`.
+    steps: number of training steps; None if unknown.
+    gloo_groups: the `use_gloo_process_groups` passed to `get_megatron_optimizer`.
+    moves: whether `Balancers.after_step` moves layers.
+    on_layout: called with the string of each new layout, for checkpoints.
+    report: called on rank 0 for each event, with a function that returns the event.
+    loop: one that calls its callbacks itself, without `Balancers`. Decisions are then made when a step begins, so that
+        losses and checkpoints of a step belong to the layout before a move.
+
+    Raises ValueError for a model or an optimizer whose layers cannot move.
     """
 
     def __init__(
         self,
-        config: LayerConfig,
-        source: LayerSource,
-        observer: Observer,
-        loop: TrainingLoop,
-        report: Callable[[dict[str, Any]], None] | None = None,
+        chunks: Sequence[torch.nn.Module],
+        optimizer: Any,
+        scheduler: Any,
+        config: LayerConfig | None = None,
+        *,
+        layer_spec: Callable[[int | None], Any],
+        job: Job | None = None,
+        overrides: Any = None,
+        steps: int | None = None,
+        gloo_groups: bool = True,
+        moves: bool = True,
+        on_layout: Callable[[str], None] | None = None,
+        report: Callable[[Callable[[], dict[str, Any]]], None] | None = None,
+        loop: TrainingLoop | None = None,
     ) -> None:
-        self.mover = LayerMover(source, loop)
-        self.iteration = 0
-        self._config, self._source, self._loop = config, source, loop
-        self._observer, self._report = observer, report or observer.note
-        self._first: int | None = None
-        self._warm = 0  # the last iteration that began with new layers
+        of_job = job or Job  # the class has the defaults
+        check_model("LayerBalancer", chunks, optimizer, recaptures=of_job.recaptures)
+        self._config = config = config or LayerConfig(enabled=True)
+        model = get_model_config(chunks[0])
+        self._alone = loop is None
+        loop = loop or TrainingLoop(Callbacks([self]), Observer(measures=True), MoveGroups(of_job.timeout_minutes))
+        _check(optimizer, config, model.pipeline_model_parallel_size, releases=loop.depart is not None)
+        self.chunks, self._moves, self._report = list(chunks), moves, report
+        self.iteration = 0  # from 0, the step in progress, or else the next one
+        self._first: int | None = None  # the step before the first decision could be made
+        self._warm = 0  # the last step that began with new layers
         self._settled = False
-        self._planner = LayerPlanner(config, self.mover, source.config, loop)
+        self._micro_batches: tuple[int, ...] = ()  # of the last two schedules; the earlier one has been measured
+        self.beside = loop.callbacks  # all that are told of moves
+        pattern = getattr(unwrap_model(self.chunks)[0], "hybrid_layer_pattern", None)
+        self._source = LayerSource(model, layer_spec, pattern=pattern, build=loop.build)
+        if on_layout is not None:
+            self._source.on_layout = on_layout
+
+        def new_optimizer(config: Any, chunks: Any) -> Any:
+            given = None if overrides is None else dict(overrides)  # Megatron-LM adds to it
+            return get_megatron_optimizer(config, chunks, config_overrides=given, use_gloo_process_groups=gloo_groups)
+
+        self.mover = LayerMover(self.chunks, optimizer, scheduler, new_optimizer, self._source, loop)
+        plan = self.mover.plan
+        if config.planner in ONE_CHUNK and plan.virtual > 1:
+            raise ValueError(f"the planner {config.planner} plans one chunk a stage, not {plan.virtual}; use optimal")
+        if config.planner in ONE_CHUNK and plan.behind:
+            raise ValueError(
+                f"the planner {config.planner} does not support stages without layers behind multi-token prediction; "
+                "use optimal"
+            )
+        self._planner = LayerPlanner(config, self.mover, model, loop, steps)
         self._repacker = Repacker(config, loop.log_interval)
+        self._observer = loop.observer
+        # `Balancers` calls only balancers, so they pass calls on; other loops call their observer themselves.
+        self._passed_on: StepCallback = loop.observer if self._alone else StepCallback()
+        self._passed_on.attach(self.chunks)
+        self._hooks = [
+            chunk.register_forward_pre_hook(partial(self._enter, number))
+            for number, chunk in enumerate(unwrap_model(self.chunks) if self._alone else [])
+        ]
+        mark_model("LayerBalancer", chunks)
 
-    def before_wrapping(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
-        """Connect the ranks of the job before other features measure the free memory. Returns `chunks`, as
-        Megatron-LM's model hooks must."""
-        self.mover.connect()
-        return chunks
+    def _enter(self, number: int, *unused: Any) -> None:
+        self._observer.documents(list, number)
 
-    def attach(self, chunks: list[torch.nn.Module]) -> None:
-        """Remember the wrapped model chunks of this rank."""
-        self.mover.attach(chunks)
+    @property
+    def layout(self) -> str:
+        """The current layout, as a value of --pipeline-model-parallel-layout; for a hybrid model, its pattern."""
+        return self._source.text(self.mover.plan)
+
+    def move(self, layout: str) -> None:
+        """Move layers to `layout` now, between two steps. All ranks call it together."""
+        self.move_to(self._source.read(layout, self.mover.plan))
         self._planner.restart()
+
+    def advise(self) -> str:
+        """The best layout for the measured costs. All ranks call it together. Raises ValueError if no step was measured
+        yet. The first steps are not, since they include warm-up."""
+        if not self._planner.has_measurements:
+            raise ValueError("no layer was measured yet; train some steps first")
+        with schedule_of(self._micro_batches[-1]):
+            plan, now, then = self._planner.advise()
+        text = self._source.text(plan)
+        print_once(f"> {self._source.flag} '{text}' is predicted to make a step {1 - then / now:.1%} shorter")
+        return text
+
+    def close(self) -> None:
+        """Stop measuring. Layers stay where they are."""
+        self._observer.stop_measuring()
+        while self._hooks:
+            self._hooks.pop().remove()
 
     # Around a step.
 
-    def add_measured(self, iteration: int, micro_batches: int | None = None) -> None:
-        """Add the observer's latest record to the measurements, before `iteration`. micro_batches: of the recorded
-        step, if it had another number than the coming step."""
+    def begin_step(self, iteration: int, config: Any) -> None:
+        if not self._alone:
+            self.decide(iteration)
+        self._passed_on.begin_step(self.iteration, config)
+
+    def begin_schedule(self) -> None:
+        self._passed_on.begin_schedule()
+
+    def end_schedule(self) -> None:
+        self._passed_on.end_schedule()
+
+    def end_step(self) -> None:
+        self._micro_batches = (*self._micro_batches[-1:], get_num_microbatches())
+        self._passed_on.end_step()
+
+    def abandon_schedule(self) -> None:
+        self._passed_on.abandon_schedule()
+
+    def layer_arrived(self, layer: Any, chunk: int) -> None:
+        self._passed_on.layer_arrived(layer, chunk)
+
+    def after_step(self) -> None:
+        """An optimizer step has ended. Layers may move."""
+        self.iteration += 1
+        if self._micro_batches:
+            with schedule_of(self._micro_batches[-1]):
+                self.decide(self.iteration)
+
+    # A decision, and what follows from it.
+
+    def decide(self, iteration: int) -> None:
+        """Use what was measured. Every `interval` steps, decide whether layers move. All ranks call it together, before
+        step `iteration` (from 0), in which `get_num_microbatches` is the number of micro-batches."""
         self.iteration = iteration
         if self._observer.measured is not None:
             of, record = self._observer.measured
             # The first iteration, and the first after a move, includes warm-up, so its times are not representative.
             if of > self._warm and not self._settled:
-                self._planner.add(of, record, micro_batches or get_num_microbatches())
-
-    def begin_step(self, iteration: int, config: Any, measured: int | None = None) -> None:
-        self.add_measured(iteration, measured)
+                self._planner.add(of, record, self._micro_batches[0])
+        if not self._moves:
+            return
         if self._first is None:
             self._first = self._warm = iteration
         shorter = self._repacker.due(iteration)
@@ -91,30 +205,7 @@ class LayerBalancer(StepCallback):
             self._carry_out(self._planner.choose(iteration))
             shorter = self._repacker.due(iteration)
         if shorter is not None:
-            self.move(shorter)
-
-    @property
-    def layout(self) -> str:
-        """The current layout, as the value of Megatron-LM's flag."""
-        return self._source.text(self.mover.plan)
-
-    def restart(self) -> None:
-        """Decide from now on as if training began with the current layout. Called after a move by hand."""
-        self._planner.restart()
-
-    def read(self, layout: str) -> StagePlan:
-        """The plan of a string in the form of `layout`."""
-        return self._source.read(layout, self.mover.plan)
-
-    def advise(self) -> str:
-        """The best layout for the measured costs, in the form of `layout`. All ranks call it together. Raises
-        ValueError if nothing was measured yet."""
-        if not self._planner.has_measurements:
-            raise ValueError("no layer was measured yet; train some steps first")
-        plan, now, then = self._planner.advise()
-        text = self._source.text(plan)
-        print_once(f"> {self._source.flag} '{text}' is predicted to make a step {1 - then / now:.1%} shorter")
-        return text
+            self.move_to(shorter)
 
     def _carry_out(self, choice: Choice) -> None:
         if self._config.once:
@@ -133,16 +224,16 @@ class LayerBalancer(StepCallback):
                 choice = choice._replace(reason=self._repacker.reason)
             self._report_decision(choice, before, None)
             return
-        moved = self.move(choice.plan)
+        moved = self.move_to(choice.plan)
         self._planner.learn_speed(before, moved)
         self._report_decision(choice, before, moved)
 
-    def move(self, plan: StagePlan) -> Moved:
+    def move_to(self, plan: StagePlan) -> Moved:
         """Move layers to `plan` now."""
         self._warm = self.iteration
         self._planner.forget()
-        trained, before = self._loop.trained(), self.mover.plan
-        moved = self.mover.move(plan, trained.optimizer, trained.scheduler)
+        before = self.mover.plan
+        moved = self.mover.move(plan)
         if plan.stages < before.stages:
             self._planner.restart()
             self._report_release(before, moved)
@@ -153,7 +244,7 @@ class LayerBalancer(StepCallback):
             return
         if moved is not None:
             print(f"> layers moved to {self._source.text(choice.plan)}: {choice.reason}", flush=True)
-        self._report(decision_event(self.iteration, self._config, choice, before, moved, self._source.text))
+        self._note(decision_event(self.iteration, self._config, choice, before, moved, self._source.text))
 
     def _report_release(self, before: StagePlan, moved: Moved) -> None:
         plan, costs = self.mover.plan, self._planner.costs
@@ -164,4 +255,21 @@ class LayerBalancer(StepCallback):
         cost = costs.cost if costs.iterations else None
         reason, shown = self._repacker.reason, self._source.text
         released = release_event(self.iteration, before, plan, cost, moved, reason, shown)
-        self._report(released | {"ranks_freed": freed})
+        self._note(released | {"ranks_freed": freed})
+
+    def _note(self, event: dict[str, Any]) -> None:
+        if self._report is not None:
+            self._report(lambda: event)
+
+
+def _check(optimizer: Any, config: LayerConfig, stages: int, *, releases: bool) -> None:
+    """Raise ValueError for what cannot move, or for settings that the loop cannot follow. releases: whether the loop
+    can release ranks."""
+    if not isinstance(optimizer, ChainedOptimizer):
+        raise ValueError(
+            f"layers cannot move with an optimizer of class {type(optimizer).__name__}; use get_megatron_optimizer"
+        )
+    if stages == 1:
+        raise ValueError("layers cannot move, since there is only one pipeline stage; drop the LayerBalancer")
+    if config.repacks and not releases:
+        raise ValueError("only pretrain_gpt.py can shorten the pipeline; leave the settings of repacking out")

@@ -1,16 +1,18 @@
-"""The interface between layer moves and the training loop."""
+"""What layer balancing takes from a loop that calls its callbacks itself, as Megatron-LM's trainer does here."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from megatron.core.optimizer import OptimizerConfig
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 from balancing.layers.repack import Release
-from megatron.balanced.shared.callbacks import StepCallback
+from megatron.balanced.layers.groups import MoveGroups
+from megatron.balanced.observe.observer import Observer
+from megatron.balanced.shared.callbacks import Callbacks
 
-__all__ = ["Departure", "Optimized", "TrainingLoop"]
+__all__ = ["Departure", "TrainingLoop"]
 
 
 class Departure(Protocol):
@@ -22,39 +24,28 @@ class Departure(Protocol):
         """Called when this rank has sent and received everything. Does not return on ranks that leave."""
 
 
-class Optimized(Protocol):
-    """The optimizer of the model, and the scheduler of its learning rate."""
-
-    optimizer: Any
-    scheduler: Any
-
-
 @dataclass(frozen=True)
 class TrainingLoop:
-    """A loop that trains with `megatron.core`.
+    """A loop in which the layer balancer is one of several callbacks (`megatron.balanced.shared.callbacks.Callbacks`).
 
-    iterations: of the whole training; None if unknown.
+    callbacks: of the loop, told of moves and releases. The loop keeps the list up to date.
+    observer: measures the steps. It is one of the callbacks, and begins steps before the layer balancer.
+    groups: of moves. The loop may connect them before the model is complete.
     log_interval: iterations between two logs of losses. Ranks may leave only after a log.
-    timeout_minutes: of collectives.
-    gloo_groups: whether optimizers have gloo process groups.
-    optimizer_overrides: optimizer config -> the `config_overrides` passed to `get_megatron_optimizer`.
-    trained: returns the optimizer and its scheduler. Called between steps and when a step begins.
-    callbacks: returns the callbacks to tell of moves and releases.
-    renew_schedule: chooses the schedule of micro-batches again, for the new process groups.
+    weight_share: fraction of a layer's backward seconds that fills pipeline bubbles; 0 without deferred gradients.
+    build: builds the model of this rank's stage, in a shorter pipeline.
     depart: begins a release of ranks. Takes the release, the model chunks of this rank, and a function that gathers
         over all ranks.
-    weight_share: fraction of a layer's backward seconds that fills pipeline bubbles; 0 without deferred gradients.
+    renew_schedule: chooses the schedule of micro-batches again, for the process groups after a release.
 
-    `renew_schedule` and `depart` are None if the pipeline cannot get shorter.
+    `build`, `depart` and `renew_schedule` are None if the pipeline cannot get shorter.
     """
 
-    iterations: int | None
-    log_interval: int
-    timeout_minutes: float
-    gloo_groups: bool
-    optimizer_overrides: Callable[[OptimizerConfig], Any]
-    trained: Callable[[], Optimized]
-    callbacks: Callable[[], Sequence[StepCallback]]
-    renew_schedule: Callable[[], None] | None = None
-    depart: Callable[[Release, list[torch.nn.Module], Callable[[Any], list[Any]]], Departure] | None = None
+    callbacks: Callbacks
+    observer: Observer
+    groups: MoveGroups
+    log_interval: int = 1
     weight_share: float = 0.0
+    build: Callable[[ProcessGroupCollection], torch.nn.Module] | None = None
+    depart: Callable[[Release, list[torch.nn.Module], Callable[[Any], list[Any]]], Departure] | None = None
+    renew_schedule: Callable[[], None] | None = None

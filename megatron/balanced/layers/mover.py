@@ -17,13 +17,10 @@ their stages unless the pipeline gets shorter. In this case the last stages send
 ranks leave the job (`megatron.balanced.layers.loop`).
 """
 
-import datetime
 import hashlib
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from itertools import chain
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,7 +29,7 @@ import torch.distributed as dist
 from megatron.core import mpu
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.fp8_utils import is_float8tensor
-from megatron.core.optimizer import ChainedOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.layer_wise_optimizer import is_managed_by_layer_wise_optimizer
 from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
 from megatron.core.transformer.enums import LayerType
@@ -41,7 +38,6 @@ from megatron.core.utils import unwrap_model
 
 from balancing.launch import detect_launch
 from balancing.layers.repack import release_of
-from balancing.messages import connect
 from balancing.pipeline.stage_plan import StagePlan
 from balancing.ranges import named
 from megatron.balanced.layers.build import change_layers, complete_ends
@@ -69,7 +65,6 @@ from megatron.balanced.shared.optimizer_state import (
     state_bytes,
     take,
 )
-from megatron.balanced.shared.process_groups import duplicate_group, gather_objects, options_like
 
 __all__ = ["LayerMover", "Moved"]
 
@@ -123,29 +118,32 @@ class _After:
 
 
 class LayerMover:
-    """Moves layers between the stages of one job. One on each rank; all ranks call its methods together. The callbacks
-    of the loop are told of every move and release (`megatron.balanced.shared.callbacks`).
+    """Moves layers between the stages of one job. One on each rank; all ranks call its methods together.
 
+    chunks: the model chunks of this rank, wrapped for data parallelism.
+    optimizer, scheduler: of the model. A move replaces their contents.
+    new_optimizer: builds an optimizer from its config and the chunks, with the arguments that `optimizer` was built
+        with.
     source: builds the layers of the model.
-    loop: the training loop.
+    loop: has the callbacks, which are told of every move and release, and the process groups.
 
     The attribute `plan` is the current plan.
     """
 
-    def __init__(self, source: LayerSource, loop: TrainingLoop) -> None:
-        self.plan: StagePlan
-        self._source, self._model, self._loop = source, source.config, loop
-        self._timeout = datetime.timedelta(minutes=loop.timeout_minutes)
-        self._chunks: list[DistributedDataParallel] = []
+    def __init__(
+        self,
+        chunks: list[DistributedDataParallel],
+        optimizer: ChainedOptimizer,
+        scheduler: Any,
+        new_optimizer: Callable[[Any, list[DistributedDataParallel]], ChainedOptimizer],
+        source: LayerSource,
+        loop: TrainingLoop,
+    ) -> None:
+        self._chunks, self._source, self._model = chunks, source, source.config
+        self._optimizer, self._scheduler, self._new_optimizer = optimizer, scheduler, new_optimizer
+        self._loop, self.gather = loop, loop.groups.gather
         self._nodes: dict[torch.nn.Parameter, Any] = {}
-        self._stage_hosts: Any = None
-        self._pipeline_hosts: Any = None
-        self._tensors: Any = None
-
-    def attach(self, chunks: list[torch.nn.Module]) -> None:
-        """Remember the wrapped model chunks of this rank, and connect the ranks of the job."""
-        self._chunks = chunks
-        self.connect()
+        loop.groups.connect()
         self._remember_nodes()
         mine = [tuple(layer.layer_number - 1 for layer in model.decoder.layers) for model in self.models()]
         stages = dict(self.gather((mpu.get_pipeline_model_parallel_rank(), tuple(mine))))
@@ -155,33 +153,9 @@ class LayerMover:
             mtp_chunk=_mtp_chunk(self._model),
         )
 
-    def connect(self) -> None:
-        """Make and connect the process groups of moves. Call it before anything measures the free memory. A second call
-        does nothing."""
-        if self._tensors is None:
-            self._make_groups()
-
-    def _make_groups(self) -> None:
-        minutes = self._loop.timeout_minutes
-        # gloo opens a socket to each rank of a group. These two groups need fewer sockets than one group of all ranks.
-        if self._stage_hosts is None:  # else ranks have left the job, but none left this group
-            stage = mpu.get_tensor_and_data_parallel_group(with_context_parallel=True)
-            self._stage_hosts = duplicate_group(stage, minutes, on_host=True)
-        self._pipeline_hosts = duplicate_group(_pipeline(), minutes, on_host=True)
-        self._tensors = dist.new_group(timeout=self._timeout, pg_options=options_like(_pipeline(), self._timeout))
-        rank, per_stage = dist.get_rank(), dist.get_world_size(self._stage_hosts)
-        # Ranks with equal tensors share transfers, so most weights come from the same place in a neighbouring stage.
-        connect(self._tensors, (rank - per_stage, rank + per_stage))
-
     def models(self) -> list[torch.nn.Module]:
         """The model chunks of this rank, unwrapped."""
         return unwrap_model(self._chunks)
-
-    def gather(self, local: Any) -> list[Any]:
-        """All-gather an object over the ranks of the job. Returns the objects in the order of ranks."""
-        of_stage = gather_objects((dist.get_rank(), local), self._stage_hosts)
-        gathered = chain.from_iterable(gather_objects(of_stage, self._pipeline_hosts))
-        return [value for _, value in sorted(gathered, key=itemgetter(0))]
 
     def travelling_bytes(self) -> np.ndarray:
         """[layers + 3], bytes that a rank receives with each layer, the embedding, the head, and multi-token prediction
@@ -196,10 +170,11 @@ class LayerMover:
 
     def _travelling(self, parameter: torch.nn.Parameter) -> float:
         dtype, of_expert = self._model.params_dtype, not getattr(parameter, "allreduce", True)
-        config = self._loop.trained().optimizer.config
         weight = sum(tensor.nbytes for tensor in weight_tensors(parameter).values())
         matrix = is_managed_by_layer_wise_optimizer(parameter)
-        state = state_bytes(self._chunks[0], dtype, of_expert=of_expert, of_matrix=matrix, config=config)
+        state = state_bytes(
+            self._chunks[0], dtype, of_expert=of_expert, of_matrix=matrix, config=self._optimizer.config
+        )
         return weight + state * parameter.numel()
 
     def _sum_up(self, of_parameter: Callable[[torch.nn.Parameter], float]) -> np.ndarray:
@@ -217,7 +192,7 @@ class LayerMover:
         return np.max(self.gather(sums), axis=0)
 
     @named("move of layers")
-    def move(self, plan: StagePlan, optimizer: ChainedOptimizer, scheduler: Any) -> Moved:
+    def move(self, plan: StagePlan) -> Moved:
         """Move layers to `plan`, which may have fewer stages. All ranks call it between two steps.
 
         Raises RuntimeError if ranks have different plans, before anything has changed. Raises Released on ranks that
@@ -226,11 +201,11 @@ class LayerMover:
         plan = replace(plan, mtp_layers=self.plan.mtp_layers, mtp_chunk=self.plan.mtp_chunk)
         self._agree(plan)
         begin = time.perf_counter()
-        before = self._take_apart(optimizer)
+        before = self._take_apart()
         after = self._build(plan, before)
         sent = self._transfer(before, after)
         moved = time.perf_counter()
-        self._put_together(before, after, optimizer, scheduler)
+        self._put_together(before, after)
         self._tell(after)
         self.plan = plan
         peak = torch.cuda.max_memory_allocated()
@@ -246,10 +221,10 @@ class LayerMover:
 
     # The phases of a move.
 
-    def _take_apart(self, optimizer: ChainedOptimizer) -> _Before:
+    def _take_apart(self) -> _Before:
         """Take the state out of the optimizer, exchange inventories with all ranks, and free the gradient buffers."""
-        hooked = _finish_gathering(self._chunks, optimizer)
-        taken = take(optimizer)
+        hooked = _finish_gathering(self._chunks, self._optimizer)
+        taken = take(self._optimizer)
         shards, inventory = take_inventory(self.models(), taken.states)
         inventories = self.gather(inventory)
         taken.states.clear()
@@ -264,11 +239,11 @@ class LayerMover:
         departure = None
         ends: list[torch.nn.Module] = []
         if plan.stages < self.plan.stages:
-            for callback in self._loop.callbacks():
+            assert self._loop.depart is not None
+            for callback in self._loop.callbacks:
                 callback.before_release()
             per_node = detect_launch().ranks_per_node
             release = release_of(dist.get_world_size(), self.plan.stages, plan.stages, per_node)
-            assert self._loop.depart is not None
             departure = self._loop.depart(release, list(self._chunks), self.gather)
             if departure.leaves:
                 return _After(departure)
@@ -290,7 +265,8 @@ class LayerMover:
         """Transfer all tensors, and drop references to their old memory. Ranks that leave the job end here. Returns the
         bytes that this rank sent."""
         requests = [piece for pieces in self.gather(after.request.pieces) for piece in pieces]
-        sent = transfer(before.shards, after.request, before.inventories, requests, self._tensors, self._timeout)
+        groups = self._loop.groups
+        sent = transfer(before.shards, after.request, before.inventories, requests, groups.tensors, groups.timeout)
         after.request.targets.clear()
         finish_weights(parameter for layer, _ in after.arrived for parameter in layer.parameters())
         forget_modules(self._chunks)
@@ -299,28 +275,28 @@ class LayerMover:
         if after.departure is not None:
             self.gather(None)  # fails at once if a rank has died; a later death would show only as a timeout
             after.departure.finish()
-            self._make_groups()
+            self._loop.groups.renew()
             assert self._loop.renew_schedule is not None
             self._loop.renew_schedule()
         return sent
 
-    def _put_together(self, before: _Before, after: _After, optimizer: ChainedOptimizer, scheduler: Any) -> None:
+    def _put_together(self, before: _Before, after: _After) -> None:
         """Wrap the layers for data parallelism, build a new optimizer, and put the state back."""
         torch.cuda.empty_cache()
         for chunk, ddp in enumerate(self._chunks):
             with placed_weights(after.weights[chunk]):
                 self._wrap(ddp, chunk, after.layouts[chunk], before.hooked[chunk])
         self._remember_nodes()
-        self._renew(optimizer, scheduler, after.request.states, before.taken)
+        self._renew(after.request.states, before.taken)
 
     def _tell(self, after: _After) -> None:
         """Tell all callbacks what has changed."""
         for layer, chunk in after.arrived:
-            for callback in self._loop.callbacks():
+            for callback in self._loop.callbacks:
                 callback.layer_arrived(layer, chunk)
-        for callback in self._loop.callbacks() if after.departure is not None else []:
+        for callback in self._loop.callbacks if after.departure is not None else []:
             callback.after_release(self.models()[0] if after.ends else None)
-        for callback in self._loop.callbacks():
+        for callback in self._loop.callbacks:
             callback.layers_moved()
 
     def _free_buffers(self) -> None:
@@ -379,32 +355,16 @@ class LayerMover:
         seen = {node.variable: node for ddp in self._chunks for node in ddp.grad_accs}
         self._nodes = {parameter: node for parameter, node in (self._nodes | seen).items() if parameter in present}
 
-    def _renew(
-        self,
-        optimizer: ChainedOptimizer,
-        scheduler: Any,
-        states: dict[torch.nn.Parameter, ParameterState],
-        taken: Taken,
-    ) -> None:
+    def _renew(self, states: dict[torch.nn.Parameter, ParameterState], taken: Taken) -> None:
         stash_in_gradients(states)
         # Main parameters are made from weights. Autograd would record the conversion of 8-bit weights.
         quantized = any(is_float8tensor(parameter) for ddp in self._chunks for parameter in ddp.parameters())
         with torch.set_grad_enabled(not quantized):
-            new = get_megatron_optimizer(
-                optimizer.config,
-                self._chunks,
-                config_overrides=self._loop.optimizer_overrides(optimizer.config),
-                use_gloo_process_groups=self._loop.gloo_groups,
-            )
-        put_back(optimizer, new, states, taken.scalers, taken.group_step)
+            new = self._new_optimizer(self._optimizer.config, self._chunks)
+        put_back(self._optimizer, new, states, taken.scalers, taken.group_step)
         for ddp in self._chunks:
             ddp.zero_grad_buffer()
-        scheduler.step(0)  # gives the parameter groups their learning rate and weight decay
-
-
-def _pipeline() -> dist.ProcessGroup:
-    process_groups = mpu.get_pipeline_model_parallel_group()  # Megatron-LM may have several of the same ranks
-    return process_groups[0] if isinstance(process_groups, list) else process_groups
+        self._scheduler.step(0)  # gives the parameter groups their learning rate and weight decay
 
 
 def _mtp_chunk(model: TransformerConfig) -> int | None:

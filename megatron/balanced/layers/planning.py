@@ -73,16 +73,24 @@ class LayerPlanner:
     config: settings of layer balancing.
     mover: has the current plan.
     model: its config.
-    loop: the training loop.
+    loop: has the callbacks, some of which hold memory.
+    iterations: of the whole training; None if unknown.
 
     The attribute `costs` is the average of all measurements since layers last changed their cost.
     """
 
-    def __init__(self, config: LayerConfig, mover: LayerMover, model: TransformerConfig, loop: TrainingLoop) -> None:
+    def __init__(
+        self,
+        config: LayerConfig,
+        mover: LayerMover,
+        model: TransformerConfig,
+        loop: TrainingLoop,
+        iterations: int | None,
+    ) -> None:
         self.costs = CostAverage(window=config.interval)
         self._config, self._mover, self._model, self._loop = config, mover, model, loop
-        self._iterations = loop.iterations
-        self._gate: Gate | None = None
+        self._iterations = iterations
+        self._gate: Gate
         self._seconds: list[np.ndarray] = []  # an iteration: [layers + 3, 2, 2]
         self._steps: list[tuple[int, float, int]] = []  # iteration, seconds, micro-batches
         self._bandwidth, self._fixed = _BANDWIDTH, _FIXED_SECONDS
@@ -90,9 +98,11 @@ class LayerPlanner:
         self._schedule = Schedule(
             group=model.microbatch_group_size_per_vp_stage, in_parts=in_parts, weight_share=loop.weight_share
         )
+        self.restart()
 
     def restart(self) -> None:
-        """Begin with a new gate: at the start of training, and when the number of stages has changed."""
+        """Begin with a new gate: at the start of training, after a move by hand, and when the number of stages has
+        changed."""
         gate = self._config.gate
         if self._config.once:  # a single move, whose gain lasts until training ends
             gate = replace(gate, horizon=self._iterations or gate.horizon)
@@ -121,7 +131,6 @@ class LayerPlanner:
     @named("plan of layers")
     def choose(self, iteration: int) -> Choice:
         """Plan from all measurements and decide, before `iteration`, whether layers move."""
-        assert self._gate is not None
         begin = time.perf_counter()
         steps, peaks = self._exchange()
         cost = self.costs.cost
@@ -225,7 +234,7 @@ class LayerPlanner:
     def _held_by_others(self) -> np.ndarray:
         """[layers + 1], bytes that other callbacks hold on a rank for each layer, and last, whichever layers it has."""
         needed = np.zeros(self._mover.plan.layers + 1)
-        for callback in self._loop.callbacks():
+        for callback in self._loop.callbacks:
             held = callback.held()
             for layer, size in held.layers.items():
                 needed[layer] += size

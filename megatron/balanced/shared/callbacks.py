@@ -109,7 +109,8 @@ class Callbacks(list[Any]):
     and in others (`megatron.balanced.loop.Balancers`).
 
     Until the model is there, a function from the model chunks to a callback may stand for one that takes a finished
-    model.
+    model. If the callback takes the optimizer and its scheduler as well, which are built later, this function returns
+    another one, from these two to the callback.
     """
 
     def attach(self, chunks: list[Any]) -> list[Any]:
@@ -120,6 +121,12 @@ class Callbacks(list[Any]):
             else:
                 self[number] = callback(chunks)
         return chunks
+
+    def complete(self, optimizer: Any, scheduler: Any) -> None:
+        """The optimizer has been built. Called before each step, of which the first one counts."""
+        for number, callback in enumerate(self):
+            if not isinstance(callback, StepCallback):
+                self[number] = callback(optimizer, scheduler)
 
     def begin_step(self, iteration: int, config: Any) -> None:
         for callback in self:
@@ -161,7 +168,8 @@ class Callbacks(list[Any]):
 
     def end_training(self) -> None:
         for callback in self:
-            callback.end_training()
+            if isinstance(callback, StepCallback):  # else there was no step
+                callback.end_training()
 
 
 class Trained(NamedTuple):
@@ -217,6 +225,7 @@ def with_callbacks(original: Callable) -> Callable:
         if isinstance(forward_backward_func, PagedStashRunner):
             forward_backward_func.prepare_for_rerun = functools.partial(_run_again, forward_backward_func)
         _trained[:] = [Trained(model, optimizer, opt_param_scheduler, data_iterator, forward_backward_func)]
+        registered.complete(optimizer, opt_param_scheduler)
         registered.begin_step(iteration or 0, config)
         schedule = registered.within((_schedule or [forward_backward_func])[0])
         result = original(

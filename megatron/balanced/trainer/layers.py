@@ -1,11 +1,12 @@
-"""What the layer balancer needs of Megatron-LM's trainer: how it builds layers and keeps layouts, and its loop."""
+"""The layer balancer of Megatron-LM's trainer: how the trainer builds layers, keeps layouts, and lets ranks leave."""
 
 import argparse
 import inspect
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from megatron.core.optimizer import OptimizerConfig, get_mup_config_overrides
+from megatron.core.optimizer import get_mup_config_overrides
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -14,33 +15,75 @@ from megatron.training.models.base import ModelConfig
 from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
 from megatron.training.models.hybrid import HybridModelConfig
 
+from megatron.balanced.layers.balancer import LayerBalancer
+from megatron.balanced.layers.groups import MoveGroups
 from megatron.balanced.layers.loop import TrainingLoop
-from megatron.balanced.layers.source import LayerSource
-from megatron.balanced.shared import callbacks
+from megatron.balanced.observe.observer import Observer
+from megatron.balanced.shared.callbacks import registered, use_schedule
+from megatron.balanced.shared.job import Job
 from megatron.balanced.trainer.checks.fill import deferred_share
+from megatron.balanced.trainer.config import BalanceConfig
 from megatron.balanced.trainer.release import Departure
 
-__all__ = ["layer_source", "training_loop"]
+__all__ = ["layer_balancer"]
 
 
-def layer_source(args: argparse.Namespace, model: ModelConfig) -> LayerSource:
-    """The layers of the model that is built from `model`. New layouts are written to `model` and to `args`, which
-    checkpoints record."""
-    hybrid = isinstance(model, HybridModelConfig)
+def layer_balancer(
+    args: argparse.Namespace, config: BalanceConfig, model: ModelConfig, job: Job, observer: Observer
+) -> Callable[[list[Any]], Callable[[Any, Any], LayerBalancer]]:
+    """The layer balancer of the model that is built from `model`, as `Callbacks` takes it: from the model chunks, and
+    then from the optimizer and its scheduler.
+
+    The ranks are connected before the model is wrapped and others measure the free memory. New layouts are written to
+    `model` and to `args`, which checkpoints record.
+    """
+    loop = TrainingLoop(
+        callbacks=registered,
+        observer=observer,
+        groups=MoveGroups(job.timeout_minutes),
+        log_interval=args.log_interval,
+        build=model.get_builder_cls()(model).build_model,
+        depart=partial(Departure, args),
+        renew_schedule=lambda: use_schedule(training.get_forward_backward_func(schedule_pg_collection=None)),
+        weight_share=deferred_share(args) if config.fill_with_weight_gradients else 0.0,
+    )
+
+    def connect(chunks: list[Any]) -> list[Any]:
+        loop.groups.connect()
+        return chunks
 
     def keep(layout: str) -> None:
-        if hybrid:
+        if isinstance(model, HybridModelConfig):
             args.hybrid_layer_pattern = model.hybrid_layer_pattern = layout
         else:
             args.pipeline_model_parallel_layout = layout
 
-    return LayerSource(
-        model.transformer,
-        partial(_layer_spec, model),
-        pattern=model.hybrid_layer_pattern if hybrid else None,
-        build=model.get_builder_cls()(model).build_model,
-        on_layout=keep,
-    )
+    def finish(chunks: list[Any], optimizer: Any, scheduler: Any) -> LayerBalancer:
+        return LayerBalancer(
+            chunks,
+            optimizer,
+            scheduler,
+            config.layers,
+            layer_spec=partial(_layer_spec, model),
+            job=job,
+            overrides=_overrides(args, model, optimizer.config),
+            steps=args.train_iters,
+            gloo_groups=args.use_gloo_process_groups,
+            on_layout=keep,
+            report=observer.note,
+            loop=loop,
+        )
+
+    model.pre_wrap_hooks.append(connect)
+    return lambda chunks: partial(finish, chunks)
+
+
+def _overrides(args: argparse.Namespace, model: ModelConfig, config: Any) -> Any:
+    """The `config_overrides` that Megatron-LM passed to the optimizer with `config`."""
+    _, overrides = training.get_megatron_optimizer_config(args)
+    if not args.use_mup:
+        return overrides
+    return {**(overrides or {}), **get_mup_config_overrides(config, model.transformer.mup_width_mult, args.optimizer)}
 
 
 def _layer_spec(config: GPTModelConfig, vp_stage: int | None) -> Any:
@@ -54,26 +97,3 @@ def _layer_spec(config: GPTModelConfig, vp_stage: int | None) -> Any:
     if config.attention_backend == AttnBackend.local and hasattr(spec, "submodules"):
         spec.submodules.self_attention.submodules.core_attention = DotProductAttention
     return spec
-
-
-def training_loop(args: argparse.Namespace, model: ModelConfig, *, fills: bool) -> TrainingLoop:
-    """What layer balancing needs of Megatron-LM's loop. fills: whether --fill-with-weight-gradients is on."""
-
-    def overrides(config: OptimizerConfig) -> Any:
-        _, given = training.get_megatron_optimizer_config(args)
-        if not args.use_mup:
-            return given
-        return {**(given or {}), **get_mup_config_overrides(config, model.transformer.mup_width_mult, args.optimizer)}
-
-    return TrainingLoop(
-        iterations=args.train_iters,
-        log_interval=args.log_interval,
-        timeout_minutes=args.distributed_timeout_minutes,
-        gloo_groups=args.use_gloo_process_groups,
-        optimizer_overrides=overrides,
-        trained=callbacks.trained,
-        callbacks=lambda: callbacks.registered,
-        renew_schedule=lambda: callbacks.use_schedule(training.get_forward_backward_func(schedule_pg_collection=None)),
-        depart=partial(Departure, args),
-        weight_share=deferred_share(args) if fills else 0.0,
-    )

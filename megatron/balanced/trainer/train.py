@@ -22,7 +22,6 @@ from balancing.experts.config import ExpertConfig
 from balancing.pipeline.pattern import read_pattern
 from balancing.run_lock import one_run
 from megatron.balanced.experts.balancer import ExpertBalancer, ReplicaMemoryError
-from megatron.balanced.layers.balancer import LayerBalancer
 from megatron.balanced.layers.fill import WeightGradientFill
 from megatron.balanced.layers.graphs import GraphsOfLayers
 from megatron.balanced.observe.empty_steps import EmptySteps
@@ -41,7 +40,7 @@ from megatron.balanced.trainer.config import BalanceConfig, cluster_from_flags
 from megatron.balanced.trainer.data import forward_step, is_packed, train_valid_test_datasets
 from megatron.balanced.trainer.dry_run import plan_lines
 from megatron.balanced.trainer.kernels import kernels_line
-from megatron.balanced.trainer.layers import layer_source, training_loop
+from megatron.balanced.trainer.layers import layer_balancer
 from megatron.balanced.trainer.model import model_config
 from megatron.balanced.trainer.model_extension import ModelExtension
 from megatron.balanced.trainer.release import Released, TensorBoardOfTheLast
@@ -152,10 +151,7 @@ def _features(
         features.append(partial(_expert_balancer, config.experts, job, cluster, note))
     if config.layers.enabled:
         assert observer is not None
-        loop = training_loop(args, model, fills=config.fill_with_weight_gradients)
-        layers = LayerBalancer(config.layers, layer_source(args, model), observer, loop)
-        features += [layers, TensorBoardOfTheLast(args)]
-        model.pre_wrap_hooks.append(layers.before_wrapping)
+        features += [layer_balancer(args, config, model, job, observer), TensorBoardOfTheLast(args)]
         if args.cuda_graph_impl == "transformer_engine":
             features.append(GraphsOfLayers())
     if config.fill_with_weight_gradients:
