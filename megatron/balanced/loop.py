@@ -13,8 +13,10 @@ import torch
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_config
 
+from balancing.trials import Gain, TrialConfig
 from megatron.balanced.experts.balancer import ExpertBalancer
 from megatron.balanced.layers.balancer import LayerBalancer
+from megatron.balanced.observe.trials import StepTrials
 from megatron.balanced.sequences.balancer import SequenceBalancer
 from megatron.balanced.shared.callbacks import Callbacks, StepCallback
 from megatron.balanced.shared.counters import keep_counters_exact
@@ -35,20 +37,29 @@ class Balancers:
 
     before: called with the keyword arguments of each balanced schedule before it begins, and may replace them; None
         for nothing. A loop whose micro-batches hold replayed routing calls `will_route` here.
+    trials: leave balancers out of single schedules, to say by the clock what they gain and to switch off what does not
+        pay (`balancing.trials`). None: no trials.
     """
 
-    def __init__(self, *balancers: StepCallback, before: Callable[[dict[str, Any]], None] | None = None) -> None:
+    def __init__(
+        self,
+        *balancers: StepCallback,
+        before: Callable[[dict[str, Any]], None] | None = None,
+        trials: TrialConfig | None = None,
+    ) -> None:
         kinds = [type(balancer) for balancer in balancers]
         if len({*kinds}) < len(kinds):
             raise ValueError(f"{kinds[0].__name__} is given twice; a model has one balancer of a kind")
         self._balancers, self._before = Callbacks(balancers), before
+        if trials is not None:
+            self._balancers.insert(0, StepTrials(balancers, trials))
         chunks = [chunk for balancer in balancers for chunk in getattr(balancer, "chunks", ())]
         self._chunks = set(map(id, chunks))
         for chunk in chunks:
             keep_counters_exact(chunk.modules())
         for balancer in balancers:
             if isinstance(balancer, LayerBalancer):
-                balancer.beside[:] = balancers
+                balancer.beside[:] = self._balancers
         self._schedules = 0
         self._installed: list[tuple[str, Callable]] = []  # schedules of megatron.core that are wrapped
 
@@ -102,6 +113,12 @@ class Balancers:
         for balancer in self._balancers:
             if isinstance(balancer, ExpertBalancer):
                 balancer.restore()
+
+    @property
+    def gains(self) -> dict[str, Gain]:
+        """What each balancer gained by the clock in all trials so far, and "together" if there are several."""
+        found = [callback.gains for callback in self._balancers if isinstance(callback, StepTrials)]
+        return found[0] if found else {}
 
     def close(self) -> None:
         """Undo `install` and free the balancers' memory. The model is plain from now on."""

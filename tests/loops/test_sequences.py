@@ -31,9 +31,11 @@ def _rows(values: np.ndarray, way: int, ways: int) -> np.ndarray:
     return np.concatenate([pieces[way], pieces[2 * ways - 1 - way]], axis=-1)
 
 
-def _train(ways: int, balanced: bool, recompute: bool, window: bool) -> tuple[list[float], dict[str, Any], list[dict]]:
+def _train(
+    ways: int, balanced: bool, recompute: bool, window: bool, trials: bool = False, repeats: int = 1
+) -> tuple[list[float], dict[str, Any], list[dict]]:
     """Two data-parallel ranks of `ways` context-parallel ones. Returns the losses of all ranks together, the weights,
-    and this rank's events."""
+    and this rank's events. repeats: of the steps."""
     from megatron.balanced.cpu.device import use_cpu
 
     use_cpu()
@@ -51,6 +53,7 @@ def _train(ways: int, balanced: bool, recompute: bool, window: bool) -> tuple[li
 
     from balancing.cluster import Cluster
     from balancing.sequences.config import SequenceConfig
+    from balancing.trials import TrialConfig
     from megatron.balanced.local.packed_attention import PackedDotProductAttention
     from megatron.balanced.loop import Balancers, SequenceBalancer
     from megatron.balanced.shared.job import Job
@@ -90,7 +93,7 @@ def _train(ways: int, balanced: bool, recompute: bool, window: bool) -> tuple[li
         cluster = Cluster(1, dist.get_world_size(), 1, 1e12, 1e12, 1e6, 1e9)
         asked, job = SequenceConfig(enabled=True), Job(LONGEST, 1, 5)
         sequences = SequenceBalancer([model], asked, job=job, cluster=cluster, report=events.append)
-        balancers = Balancers(sequences)
+        balancers = Balancers(sequences, trials=TrialConfig(steps=len(RAGGED) * repeats) if trials else None)
         run = balancers.schedule(run)
     core = type(model.module.decoder.layers[0].self_attention.core_attention)
 
@@ -112,7 +115,7 @@ def _train(ways: int, balanced: bool, recompute: bool, window: bool) -> tuple[li
         return losses, loss
 
     told = []
-    for step, micro_batches in enumerate(RAGGED):
+    for step, micro_batches in [*enumerate(RAGGED)] * repeats:
         model.zero_grad_buffer()
         given = run(
             forward_step_func=forward_step, data_iterator=iter([(step, at) for at in range(len(micro_batches))]),
@@ -127,6 +130,7 @@ def _train(ways: int, balanced: bool, recompute: bool, window: bool) -> tuple[li
             parameter.grad = parameter.main_grad
         optimizer.step()
     if balanced:
+        assert [gain.pairs for gain in balancers.gains.values()] == [(len(told) - 2) // 2] * trials
         balancers.close()
     weights = {name: parameter.detach().numpy() for name, parameter in model.module.named_parameters()}
     return told, weights, [event() for event in events]
@@ -150,3 +154,15 @@ def test_attention_is_balanced_where_sequences_stay(pool, ways, window, recomput
     for event in events:
         # Plans are for layers without a window; of those with one half of these layers is.
         assert event["imbalance_before"] > 1.3 and event["imbalance_after"] < (1.12 if window else 1.06)
+
+
+def test_trials_leave_single_schedules_plain(pool):
+    plain = pool.run(2, _train, 1, False, False, False, False, 2)[0]
+    tried = pool.run(2, _train, 1, True, False, False, True, 2)
+    for losses, weights, _ in tried:
+        np.testing.assert_allclose(losses, plain[0], rtol=1e-12)
+        for name, expected in plain[1].items():
+            np.testing.assert_allclose(weights[name], expected, rtol=0, atol=1e-12 * np.abs(expected).max())
+    balanced = [event["iteration"] for *_, told in tried for event in told]
+    assert len(balanced) == 4 and {1, 2} < {*balanced} < {1, 2, 3, 4, 5, 6}, "of two pairs one step each is left out"
+    assert len({3, 4} & {*balanced}) == len({5, 6} & {*balanced}) == 1

@@ -75,10 +75,14 @@ class StepTrials(StepCallback):
     def end_training(self) -> None:
         """Say what balancing gained, on rank 0."""
         self._end_round()
-        found = self._trials.gains() if self._trials is not None else {}
-        if found and not dist.get_rank():
-            gained = ", ".join(f"{name} {gain}" for name, gain in found.items())
+        if self.gains and not dist.get_rank():
+            gained = ", ".join(f"{name} {gain}" for name, gain in self.gains.items())
             print(f"> gained, by the clock: {gained}", flush=True)
+
+    @property
+    def gains(self) -> dict[str, Gain]:
+        """What each balancer gained in all trials so far, as `Trials.gains`."""
+        return {} if self._trials is None else self._trials.gains()
 
     def _start(self, iteration: int) -> None:
         known = [callback for callback in self._callbacks if isinstance(callback, StepCallback)]
@@ -108,7 +112,7 @@ class StepTrials(StepCallback):
         for verdict in verdicts.values():
             if verdict.changed:
                 print(f"> {verdict}", flush=True)
-        for name, gain in self._trials.gains().items():
+        for name, gain in self.gains.items():
             verdict = verdicts.get(name)
             self._tell(name, gain, verdict is None or verdict.on, str(verdict or ""))
 

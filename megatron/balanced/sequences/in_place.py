@@ -58,6 +58,10 @@ class AttentionInPlace(Tokens):
         # Of the micro-batches of the schedule in progress, by the `id` of their parameters, which are kept.
         self._known: dict[int, tuple[PackedSeqParams, BatchAttention]] = {}
 
+    @property
+    def stay(self) -> bool:
+        return True
+
     def attach(self, chunks: list[Any], sharing: Sharing) -> None:
         self._chunks, self._sharing, planner = chunks, sharing, sharing.planner
         self._planned = PlanningAhead(planner.plan_in_place, planner.compile)  # type: ignore[arg-type]

@@ -101,6 +101,11 @@ class Tokens:
     """Base class of the two modes. All ranks of the job make the same calls."""
 
     @property
+    def stay(self) -> bool:
+        """Whether a schedule may run as the loop has it, without plans."""
+        return False
+
+    @property
     def padded(self) -> bool:
         """Whether the loop, without balancing, would cut each sequence by itself, as a padded sample."""
         return True
