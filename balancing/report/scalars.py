@@ -37,6 +37,8 @@ def scalars(observed: IterationRecord | Iterable[dict[str, Any]]) -> dict[str, f
     balance/expert-imbalance       tokens of experts, in the worst MoE layer
     balance/expert-rank-imbalance  tokens of expert-parallel ranks, in the worst MoE layer
 
+    After a round of trials, balance-gain/NAME: seconds of a step without the balancer over those with it.
+
     With balanced experts, for each MoE layer balance-experts/NAME/layer-N, N from 0:
 
     imbalance-before, imbalance-after  tokens of expert-parallel ranks, without and with replicas
@@ -47,6 +49,9 @@ def scalars(observed: IterationRecord | Iterable[dict[str, Any]]) -> dict[str, f
     events = observe(observed) if isinstance(observed, IterationRecord) else observed
     values: dict[str, float] = {}
     for line in events:
+        if line["action"] == "trial":
+            values[f"balance-gain/{line['balancer']}"] = line["gain"]
+            continue
         if line["action"] != "observe":
             if (line["balancer"], line["unit"]) == ("experts", "layer"):
                 for name, key in _OF_REPLICAS.items():

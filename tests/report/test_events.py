@@ -130,6 +130,12 @@ def test_scalars_from_record_and_from_events():
     assert not any("expert" in name or "layer" in name for name in scalars(dense))
 
 
+def test_a_round_of_trials_is_a_scalar_a_balancer():
+    figures = {"gain": 1.31, "gain_low": 1.28, "gain_high": None, "pairs": 5, "on": True}
+    line = event(40, "experts", "step", imbalance_before=1.0, action="trial") | figures
+    assert scalars([line]) == {"balance-gain/experts": 1.31}
+
+
 def test_scalars_of_replicas_are_told_layer_by_layer():
     lines = [
         event(
