@@ -149,7 +149,7 @@ def _replayed(trace: LoadTrace, options: argparse.Namespace) -> list[str | Table
     quiet = not sys.stderr.isatty()
     for method in track(methods, "planners", transient=True, console=Console(stderr=True), disable=quiet):
         replays[method] = _replay(counts, follow, method, machine)
-    drift = np.mean([total_variation(*(counts[each].sum(2).swapaxes(0, 1) for each in (at - 1, at))) for at in follow])
+    drift = np.mean([total_variation(*counts[record - 1 : record + 1].sum(3).swapaxes(1, 2)) for record in follow])
     apart = int(np.median(np.diff(trace.iteration)))
     facts = (
         f"{layers} MoE layers, {experts} experts, {ranks} expert-parallel ranks, {slots} slots a rank. "
@@ -185,19 +185,19 @@ def _replay(counts: np.ndarray, follow: np.ndarray, method: Method, machine: _Ma
     costs = {"hidden_under": machine.hidden_under, "micro_batches": micro_batches}
     imbalance, replicas = np.ones((len(follow), layers, micro_batches)), 0
     seconds: list[list[MoELayerCost]] = [[] for _ in range(layers)]
-    for number, at in enumerate(follow):
-        before = counts[at - 1].mean(2).swapaxes(0, 1)
+    for number, record in enumerate(follow):
+        before = counts[record - 1].mean(2).swapaxes(0, 1)
         known = costs | {"first": True} if shape is not None else {}
         plans = plan_replicas_layers(before, cluster, slots=machine.slots, shape=shape, method=method, **known)
         for layer, plan in enumerate(plans):
             replicas += plan.replicas
             for batch in range(micro_batches):
-                sent = traffic(counts[at, :, layer, batch], plan)
+                sent = traffic(counts[record, :, layer, batch], plan)
                 imbalance[number, layer, batch] = sent.sum(0).max() / max(sent.sum() / ranks, 1)
                 if shape is not None:
                     window = TransferWindow(first=layer == 0, **costs)
                     seconds[layer].append(layer_cost(sent, plan, cluster, shape, window))
-    mean = [_mean(each) for each in seconds] if shape is not None else []
+    mean = [_mean(layer_costs) for layer_costs in seconds] if shape is not None else []
     return _Replay(imbalance, replicas / (len(follow) * layers), mean)
 
 
@@ -223,7 +223,7 @@ def _planners(replays: dict[str, _Replay], *, with_costs: bool) -> Table:
             f"{replay.replicas:.1f}",
         ]
         if with_costs:
-            own, none = (sum(cost.total for cost in each.costs) for each in (replay, replays["none"]))
+            own, none = (sum(cost.total for cost in compared.costs) for compared in (replay, replays["none"]))
             cells += [f"{own / len(replay.costs) * 1e3:.3f}", f"{none / own:.2f}" if own else "1.00"]
         table.add_row(name, *cells)
     return table

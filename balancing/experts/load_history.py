@@ -39,7 +39,7 @@ def drifted_loads(load: np.ndarray, drift: float) -> list[np.ndarray]:
     # Lognormal factors of a small deviation s move 0.4 s of the tokens.
     exponent = 2.5 * drift * np.random.default_rng(0).standard_normal(load.shape[1])
     moved = [load * np.exp(sign * exponent) for sign in ((1, -1) if drift else (0,))]
-    return [np.rint(each * (load.sum() / max(each.sum(), 1e-300))).astype(np.int64) for each in moved]
+    return [np.rint(drifted * (load.sum() / max(drifted.sum(), 1e-300))).astype(np.int64) for drifted in moved]
 
 
 class LoadHistory:
@@ -73,10 +73,10 @@ class LoadHistory:
             raise ValueError(f"load of shape {counts.shape} follows loads of shape {self._last.shape}")
         else:
             self._drift = total_variation(self._last, counts)
-            for at, decay in enumerate(_DECAYS):
-                error = total_variation(self._averages[at], counts)
-                self._errors[at] = _SCORE_DECAY * self._errors[at] + (1 - _SCORE_DECAY) * error
-                self._averages[at] = decay * self._averages[at] + (1 - decay) * counts
+            for index, decay in enumerate(_DECAYS):
+                error = total_variation(self._averages[index], counts)
+                self._errors[index] = _SCORE_DECAY * self._errors[index] + (1 - _SCORE_DECAY) * error
+                self._averages[index] = decay * self._averages[index] + (1 - decay) * counts
         self._last = counts
         return self._drift
 

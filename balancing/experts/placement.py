@@ -188,7 +188,7 @@ class ReplicaPlacement:
         """The hops of all chains, int64 [replica, 3]: expert, sending rank, receiving rank."""
         chains = self.chains
         ranks = np.fromiter(chain.from_iterable(chains.values()), np.int64, len(chains) + self.replicas)
-        expert = np.repeat(np.fromiter(chains, np.int64, len(chains)), [len(each) for each in chains.values()])
+        expert = np.repeat(np.fromiter(chains, np.int64, len(chains)), [len(holders) for holders in chains.values()])
         within = expert[1:] == expert[:-1]
         return _frozen(np.stack([expert[1:], ranks[:-1], ranks[1:]], axis=1)[within], 2, "hops")
 
@@ -224,14 +224,14 @@ def color_by_rank(placement: ReplicaPlacement) -> list[list[int]]:
         ranks = 0
         for rank in chains[expert]:
             ranks |= 1 << rank
-        at = 0
-        while at < len(taken) and taken[at] & ranks:
-            at += 1
-        if at == len(taken):
+        color = 0
+        while color < len(taken) and taken[color] & ranks:
+            color += 1
+        if color == len(taken):
             classes.append([])
             taken.append(0)
-        classes[at].append(expert)
-        taken[at] |= ranks
+        classes[color].append(expert)
+        taken[color] |= ranks
     return classes
 
 
@@ -251,16 +251,16 @@ def _across(ranks: list[int], per_node: int, nic: list[int], leaving: list[int],
     for rank in ranks[1:]:
         nodes.setdefault(rank // per_node, []).append(rank)
     chain, last = [ranks[0]], len(nodes) - 1
-    for at, inside in enumerate(nodes.values()):
-        if at:
+    for number, inside in enumerate(nodes.values()):
+        if number:
             entry = min(inside, key=lambda rank: entering[nic[rank]])
             entering[nic[entry]] += 1
             inside.remove(entry)
             chain.append(entry)
-        if at < last and inside:
+        if number < last and inside:
             inside.append(inside.pop(inside.index(min(inside, key=lambda rank: leaving[nic[rank]]))))
         chain += inside
-        if at < last:
+        if number < last:
             leaving[nic[chain[-1]]] += 1
     return chain
 

@@ -109,7 +109,9 @@ def read_reported_loads(report: History | str | PathLike[str]) -> LoadTrace:
     if len(sizes) > 1:
         raise ValueError(f"{directory} has layers with different numbers of experts or ranks: {sorted(sizes)}")
     ranks = sizes.pop()[1]
-    batches = [max(history.stages[at]["micro_batches"], 1) if at in history.stages else 1 for at in whole]
+    batches = [
+        max(history.stages[iteration]["micro_batches"], 1) if iteration in history.stages else 1 for iteration in whole
+    ]
     tokens = np.array([[line["tokens_per_expert"] for line in own] for own in lines], dtype=np.int64)
     tokens //= np.array(batches)[:, None, None]
     trace = LoadTrace(tokens[:, None, :, None], np.array(whole), np.array(layers))

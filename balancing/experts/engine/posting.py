@@ -102,8 +102,8 @@ class Postings:
 
         begins_with_experts: whether the first of them is expert compute.
         """
-        of_experts = self._expert_share or 0.0
-        return (of_experts, 1 - of_experts) if begins_with_experts else (1 - of_experts, of_experts)
+        expert_share = self._expert_share or 0.0
+        return (expert_share, 1 - expert_share) if begins_with_experts else (1 - expert_share, expert_share)
 
     def _drop_posted(self) -> None:
         self._left = [posting for posting in self._left if not posting.relay.is_posted]

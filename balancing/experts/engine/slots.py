@@ -443,8 +443,8 @@ class ReplicaSlots:
                 received.append((chain.expert % self._homes_per_rank, total))
                 return total, None
             assert accumulated is not None
-            of_slot = accumulated[chain.slot]
-            return (of_slot, None) if chain.ranks[-1] == self._rank else (self._empty_gradient(), of_slot)
+            gradient = accumulated[chain.slot]
+            return (gradient, None) if chain.ranks[-1] == self._rank else (self._empty_gradient(), gradient)
 
         hops = hops_of(layer.chains, self._numbers(number, homeward=True), tensors)
         self._statistics.gradient_bytes += sum(hop.sent_bytes for hop in hops)

@@ -40,9 +40,9 @@ class WeightLayout:
 
     def __init__(self, parameters: Parameters, format: WeightFormat) -> None:
         self._format = format
-        of_parameters = [format.parts(p) for p in parameters]
-        self._counts = [len(parts) for parts in of_parameters]
-        self._parts = [(part.shape, part.dtype) for parts in of_parameters for part in parts]
+        parts_by_parameter = [format.parts(p) for p in parameters]
+        self._counts = [len(parts) for parts in parts_by_parameter]
+        self._parts = [(part.shape, part.dtype) for parts in parts_by_parameter for part in parts]
         types = [dtype for _, dtype in self._parts]
         alike = len(set(types)) == 1
         self.dtype = types[0] if alike else torch.uint8

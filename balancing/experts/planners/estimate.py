@@ -52,7 +52,7 @@ class CostEstimate:
     def __call__(self, slots: np.ndarray) -> MoELayerCost:
         """Costs of the layer, with arrays [placement]. slots: int [placement, rank, slot], -1 in empty slots."""
         at_once = max(1, _CELLS // (self._nodes * (self._experts + 1)))
-        parts = [self._seconds(slots[at : at + at_once]) for at in range(0, len(slots), at_once)]
+        parts = [self._seconds(slots[begin : begin + at_once]) for begin in range(0, len(slots), at_once)]
         exchange, forward, copied = np.concatenate(parts, axis=1)
         return with_transfers(exchange, forward, copied, self._shape, self._window)
 
@@ -91,11 +91,11 @@ class CostEstimate:
         """Tokens over the speed of the busiest link in one all-to-all: float [placement]. Tokens stay in their node as
         far as its instances serve them."""
         shape = len(held), *self._wanted.shape
-        of_node = np.bincount(in_node.reshape(-1), served.reshape(-1), minlength=int(np.prod(shape)))
-        kept = np.minimum(of_node.reshape(shape), self._wanted)
+        served_in_node = np.bincount(in_node.reshape(-1), served.reshape(-1), minlength=int(np.prod(shape)))
+        kept = np.minimum(served_in_node.reshape(shape), self._wanted)
         sent = self._load.sum(1)
         sent_far = sent - (kept.swapaxes(0, 1) @ self._part).swapaxes(0, 1).reshape(len(held), -1)
-        staying = served * (kept.take(in_node) / np.maximum(of_node.take(in_node), 1e-300))
+        staying = served * (kept.take(in_node) / np.maximum(served_in_node.take(in_node), 1e-300))
         received = served.sum(1)
         far = np.stack([sent_far[:, : self._ranks], received - staying.sum(1)])
         own = np.minimum(staying, self._load[np.arange(self._ranks), held]).sum(1)

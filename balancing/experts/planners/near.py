@@ -39,7 +39,7 @@ def near_slots(
     order = np.argsort(-wanted, axis=None, kind="stable")[: np.count_nonzero(wanted)]
     node, expert = np.divmod(order, experts)
     leaving = node.tolist(), expert.tolist(), wanted[node, expert].tolist()
-    return [found for slots in starts for found in _near(load, home, slots, ranks_per_node, numbers, leaving)]
+    return [placement for slots in starts for placement in _near(load, home, slots, ranks_per_node, numbers, leaving)]
 
 
 def _near(
@@ -62,9 +62,10 @@ def _near(
     served = set(zip((rank // ranks_per_node).tolist(), replicated.tolist(), strict=True))
     filled = start.tolist()
     # The empty slots of each rank in descending order, and the ranks of each node with empty slots.
-    free = [[at for at, expert in enumerate(of_rank) if expert < 0][::-1] for of_rank in filled]
-    able = [[rank for rank in range(at, at + ranks_per_node) if free[rank]] for at in range(0, ranks, ranks_per_node)]
-    found: list[np.ndarray] = []
+    free = [[slot for slot, expert in enumerate(row) if expert < 0][::-1] for row in filled]
+    nodes = [range(first, first + ranks_per_node) for first in range(0, ranks, ranks_per_node)]
+    able = [[rank for rank in node if free[rank]] for node in nodes]
+    placements: list[np.ndarray] = []
     homes, added, most = home.tolist(), 0, min(numbers[-1], sum(map(len, free)))
     for node, expert, tokens in zip(*leaving, strict=True):
         if added == most:
@@ -79,5 +80,5 @@ def _near(
         serves[homes[expert]] -= tokens
         added += 1
         if added in numbers:
-            found.append(np.array(filled))
-    return found if not added or added in numbers else [*found, np.array(filled)]
+            placements.append(np.array(filled))
+    return placements if not added or added in numbers else [*placements, np.array(filled)]

@@ -51,23 +51,23 @@ def pack_replicas(
         if height <= mean + 1 or (len(copies) >= _MANY and height <= _BALANCED * mean):
             break
         fullest = giving.index(height)
-        found = _copy(fullest, height, serves[fullest], holders, taking, mean, ranks_per_node, inside)
-        if found is None:
+        replica = _copy(fullest, height, serves[fullest], holders, taking, mean, ranks_per_node, inside)
+        if replica is None:
             giving[fullest] = -math.inf
             continue
-        expert, rank = found
-        copies.append(found)
+        expert, rank = replica
+        copies.append(replica)
         free[rank] -= 1
         holders[expert].append(rank)
         serves[rank][expert] = 0.0
-        others = [load[at] - serves[at][expert] for at in holders[expert]]
+        others = [load[holder] - serves[holder][expert] for holder in holders[expert]]
         level = _water_level(tokens[expert], others)
-        for at, other in zip(holders[expert], others, strict=True):
-            serves[at][expert] = poured = level - other if level > other else 0.0
-            load[at] = after = other + poured
-            if giving[at] > -math.inf:
-                giving[at] = after
-            taking[at] = after if free[at] else math.inf
+        for holder, other in zip(holders[expert], others, strict=True):
+            serves[holder][expert] = poured = level - other if level > other else 0.0
+            load[holder] = after = other + poured
+            if giving[holder] > -math.inf:
+                giving[holder] = after
+            taking[holder] = after if free[holder] else math.inf
     return copies
 
 

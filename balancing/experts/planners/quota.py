@@ -66,8 +66,8 @@ class QuotaPlanner:
         picks = spread_counts(loads.sum(1), self.home, self.ranks, self.slots)
         later = replace(self, window=replace(self.window, first=False))
         return [
-            (later if number else self)._plan(load, of_layer)
-            for number, (load, of_layer) in enumerate(zip(loads, picks, strict=True))
+            (later if number else self)._plan(load, layer_picks)
+            for number, (load, layer_picks) in enumerate(zip(loads, picks, strict=True))
         ]
 
     def _plan(self, load: np.ndarray, picks: np.ndarray) -> ReplicaPlacement:
@@ -95,9 +95,9 @@ class QuotaPlanner:
     def _packed(self, total: np.ndarray) -> list[np.ndarray]:
         """Packed candidates: the most useful 1, 2, 4, ... and all packed replicas; all of them with every other slot
         filled; and the same 1, 2, 4, ... and all with replicas only inside nodes."""
-        found = self._pack(total)
-        filled = fill_slots(found[-1], total, self.home)
-        return [*found, filled, *(self._pack(total, inside=True) if self.ranks > self.per_node else [])]
+        packed = self._pack(total)
+        filled = fill_slots(packed[-1], total, self.home)
+        return [*packed, filled, *(self._pack(total, inside=True) if self.ranks > self.per_node else [])]
 
     def _near(self, counts: np.ndarray, total: np.ndarray, picks: np.ndarray) -> list[np.ndarray]:
         """Candidates that keep tokens in their node. Empty slots are filled from within the node. [] on one node.
@@ -124,10 +124,10 @@ class QuotaPlanner:
         held[np.arange(self.ranks)[:, None], slots] = True
         rank, expert = np.nonzero(~held)
         expert[expert == experts] = -1
-        found = np.repeat(slots[None], len(rank) * self.slots, axis=0)
-        number, slot = np.divmod(np.arange(len(found)), self.slots)
-        found[np.arange(len(found)), rank[number], slot] = expert[number]
-        return found
+        exchanged = np.repeat(slots[None], len(rank) * self.slots, axis=0)
+        number, slot = np.divmod(np.arange(len(exchanged)), self.slots)
+        exchanged[np.arange(len(exchanged)), rank[number], slot] = expert[number]
+        return exchanged
 
     def _with_free_copies(self, plan: ReplicaPlacement, total: np.ndarray, costs: "_Costs") -> ReplicaPlacement:
         """`plan` with empty slots filled, if the added replicas cost less than `_PRECISION` of the layer's time.
@@ -149,7 +149,7 @@ class QuotaPlanner:
         assert self.shape is not None
         filled = fill_slots(plan.slot_expert, load.sum(0), self.home, self.per_node)
         plans = [plan, self.placement(filled), self.placement(spread)]
-        costs = [_Costs(self, each, self.shape).of(plans) for each in drifted_loads(load, self.drift)]
+        costs = [_Costs(self, drifted, self.shape).of(plans) for drifted in drifted_loads(load, self.drift)]
         return plans[np.sum(costs, axis=0).argmin()]
 
     def _spread(self, total: np.ndarray, picks: np.ndarray) -> np.ndarray:
@@ -160,13 +160,13 @@ class QuotaPlanner:
         """Packed replicas: the most useful 1, 2, 4, ..., and all."""
         sizes = self.ranks, self.slots
         copies = pack_replicas(total, self.home, *sizes, ranks_per_node=self.per_node, inside=inside)
-        slots, used, found = self._none, [0] * self.ranks, []
+        slots, used, packed = self._none, [0] * self.ranks, []
         for number, (expert, rank) in enumerate(copies, 1):
             slots[rank, used[rank]] = expert
             used[rank] += 1
             if number & (number - 1) == 0:
-                found.append(slots.copy())
-        return [*found, slots]
+                packed.append(slots.copy())
+        return [*packed, slots]
 
     def placement(self, slots: np.ndarray) -> ReplicaPlacement:
         """The placement with `slots`: int [rank, slot], -1 in empty slots."""
@@ -225,7 +225,7 @@ class _Costs:
         estimate = self._estimate(np.stack(candidates))
         likely = sorted({0, *np.argsort(estimate.total, kind="stable")[:most].tolist()})
         exchange, forward = np.array([estimate.all_to_all, estimate.forward])[:, likely]
-        plans = [self._planner.placement(candidates[at]) for at in likely]
+        plans = [self._planner.placement(candidates[index]) for index in likely]
         return plans[self.of(plans, (exchange, forward)).argmin()]
 
 

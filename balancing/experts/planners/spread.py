@@ -49,22 +49,22 @@ def spread_counts(totals: np.ndarray, home: np.ndarray, ranks: int, slots: int) 
     number = 0
     while number < wanted:
         urgency = np.where(count < ranks, carried * left[:, None], -1.0)
-        at = first + urgency.argmax(1)
-        highest = urgency.take(at).reshape(layers, ranks)
+        chosen = first + urgency.argmax(1)
+        highest = urgency.take(chosen).reshape(layers, ranks)
         # Done when, in every layer, at least `wanted` choices are more urgent than all remaining ones.
         more_urgent = urgencies[:number] > highest.max(1)[:, None]
         if number >= slots and (np.count_nonzero(more_urgent, axis=(0, 2)) >= wanted).all():
             break
-        picks[number], urgencies[number] = at, highest
+        picks[number], urgencies[number] = chosen, highest
         number += 1
-        count.reshape(-1)[at] += 1
-        share = total.take(at) / count.take(at)
-        left += share - carried.take(at)
-        carried.reshape(-1)[at] = share
-    found = order[picks[:number].reshape(-1, layers, ranks) % experts]
+        count.reshape(-1)[chosen] += 1
+        share = total.take(chosen) / count.take(chosen)
+        left += share - carried.take(chosen)
+        carried.reshape(-1)[chosen] = share
+    picked = order[picks[:number].reshape(-1, layers, ranks) % experts]
     urgency = urgencies[:number].swapaxes(0, 1).reshape(layers, -1)
-    found = np.where(urgency > 0, found.swapaxes(0, 1).reshape(layers, -1), -1)
-    return np.take_along_axis(found, np.argsort(-urgency, axis=1, kind="stable")[:, :wanted], 1)
+    picked = np.where(urgency > 0, picked.swapaxes(0, 1).reshape(layers, -1), -1)
+    return np.take_along_axis(picked, np.argsort(-urgency, axis=1, kind="stable")[:, :wanted], 1)
 
 
 def spread_slots(

@@ -46,13 +46,13 @@ class SplitTables:
         first = run_starts(placement.phys2log[order])
         self.indices = np.stack([np.maximum(placement.phys2log, 0), order, first, np.argsort(order)])
         self.splitter: Splitter | None = None
-        self.of_kernels: np.ndarray | None = None
+        self.kernel_tables: np.ndarray | None = None
         if placement.replicas and kernels_split(placement, device):
             from balancing.experts.split.split_kernel import kernel_tables
 
             classes = color_by_rank(placement)
             self.classes = len(classes)
-            self.of_kernels = kernel_tables(placement, classes)
+            self.kernel_tables = kernel_tables(placement, classes)
         else:
             self.splitter = Splitter(placement)
 
@@ -61,23 +61,23 @@ class PlacedSplit:
     """Splits loads over one placement. Loads are NumPy arrays, or tensors on the device of the tables.
 
     tables: the tables of the placement.
-    indices, of_kernels: their fields of the same names, on the device.
+    indices, kernel_tables: their fields of the same names, on the device.
 
     Attributes
     placement: the replica placement.
     expert: int64 tensor [physical], the logical expert of each physical expert; 0 for an empty slot.
     """
 
-    def __init__(self, tables: SplitTables, indices: Any, of_kernels: torch.Tensor | None) -> None:
+    def __init__(self, tables: SplitTables, indices: Any, kernel_tables: torch.Tensor | None) -> None:
         self.placement, self._device = tables.placement, tables.device
         expert, self._order, self._first, self._back = indices
         self.expert: torch.Tensor = torch.as_tensor(expert)
         self._splitter, self._kernels = tables.splitter, None
-        if of_kernels is not None:
+        if kernel_tables is not None:
             from balancing.experts.split.split_kernel import SplitKernels
 
             sweeps = sweeps_of(tables.placement, tables.classes)
-            self._kernels = SplitKernels(tables.placement, tables.classes, sweeps, of_kernels)
+            self._kernels = SplitKernels(tables.placement, tables.classes, sweeps, kernel_tables)
 
     def split(self, load: Any) -> Any:
         """Tokens of each source rank that each instance serves: int64 [source_rank, physical].
@@ -104,21 +104,21 @@ class PlacedSplit:
 def place_all(tables: Sequence[SplitTables], device: torch.device | None) -> list[PlacedSplit]:
     """One `PlacedSplit` for each of `tables`, with a single copy to `device`. None keeps them on the host."""
     if device is None or not tables:
-        return [PlacedSplit(of_layer, of_layer.indices, None) for of_layer in tables]
-    parts = [part for of_layer in tables for part in _parts(of_layer)]
+        return [PlacedSplit(layer_tables, layer_tables.indices, None) for layer_tables in tables]
+    parts = [part for layer_tables in tables for part in _parts(layer_tables)]
     uploaded = iter(upload(np.concatenate(parts), device).split([len(part) for part in parts]))
     placed = []
-    for of_layer in tables:
-        indices = next(uploaded).view(of_layer.indices.shape)
-        of_kernels = None if of_layer.of_kernels is None else next(uploaded).view(torch.int32)
-        placed.append(PlacedSplit(of_layer, indices, of_kernels))
+    for layer_tables in tables:
+        indices = next(uploaded).view(layer_tables.indices.shape)
+        kernel_tables = None if layer_tables.kernel_tables is None else next(uploaded).view(torch.int32)
+        placed.append(PlacedSplit(layer_tables, indices, kernel_tables))
     return placed
 
 
 def _parts(tables: SplitTables) -> list[np.ndarray]:
     """The tables as int64 arrays. Two int32 numbers of the kernels' tables make one int64."""
     parts = [tables.indices.reshape(-1)]
-    if tables.of_kernels is not None:
-        odd = len(tables.of_kernels) % 2
-        parts.append(np.append(tables.of_kernels, np.zeros(odd, dtype=np.int32)).view(np.int64))
+    if tables.kernel_tables is not None:
+        odd = len(tables.kernel_tables) % 2
+        parts.append(np.append(tables.kernel_tables, np.zeros(odd, dtype=np.int32)).view(np.int64))
     return parts

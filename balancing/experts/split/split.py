@@ -170,15 +170,15 @@ class Splitter:
         first = np.cumsum(sizes) - sizes
         most = count[first]  # the longest chain of a class comes first
         cuts = np.append(0, np.cumsum(sizes * most))
-        at = np.repeat(np.arange(len(sizes)), sizes * most)
-        inside = np.arange(cuts[-1]) - cuts[at]
-        position = inside // sizes[at]
-        of = first[at] + inside % sizes[at]
-        self._cell_expert, self._cell_count, self._cell_position = rows[of], count[of], position
+        class_index = np.repeat(np.arange(len(sizes)), sizes * most)
+        inside = np.arange(cuts[-1]) - cuts[class_index]
+        position = inside // sizes[class_index]
+        cell_row = first[class_index] + inside % sizes[class_index]
+        self._cell_expert, self._cell_count, self._cell_position = rows[cell_row], count[cell_row], position
         self._cuts = list(zip(cuts.tolist(), cuts[1:].tolist(), sizes.tolist(), strict=False))
-        at = np.repeat(np.arange(len(sizes)), sizes)[row]
+        class_index = np.repeat(np.arange(len(sizes)), sizes)[row]
         place = np.arange(len(row)) - (np.cumsum(count) - count)[row]
-        return cuts[at] + place * sizes[at] + row - first[at]
+        return cuts[class_index] + place * sizes[class_index] + row - first[class_index]
 
     def _by_class(self, cells: np.ndarray) -> list[np.ndarray]:
         """Views of the values of all cells: [instance, row] for each class."""
@@ -209,26 +209,26 @@ class Splitter:
             load[ranks] = load[ranks] + x
         # For speed: in place, along the outer dimension, on equal shapes.
         for sweep in range(1, self._sweeps + 1):
-            for at, (ranks, numbers) in enumerate(self._classes):
+            for index, (ranks, numbers) in enumerate(self._classes):
                 others = load[ranks]
-                others -= share[at]
+                others -= share[index]
                 # Cumulative sums in ascending order: the smallest load, the sum of the two smallest, ...
                 water = others.copy()
                 water.sort(0)
                 np.add.accumulate(water, 0, out=water)
-                water += total[at]
+                water += total[index]
                 water //= numbers
                 height = np.minimum.reduce(water)  # water.min(0) takes twice as long
                 poured = np.maximum(others, height)
                 poured -= others
-                rest = total[at][0] - np.add.reduce(poured)  # fewer tokens than instances below the water level
+                rest = total[index][0] - np.add.reduce(poured)  # fewer tokens than instances below the water level
                 if sweep < self._sweeps:
                     first = poured[0]
                     first += rest
                 else:
                     reached = others <= height
                     poured = poured + reached * (np.cumsum(reached, 0) <= rest)
-                share[at] = poured
+                share[index] = poured
                 others += poured
                 load[ranks] = others
 
@@ -267,13 +267,13 @@ class Splitter:
         served[self._instance, self._rank] += kept
         return served
 
-    def _in_node(self, supply: np.ndarray, at: np.ndarray, quota: np.ndarray) -> np.ndarray:
+    def _in_node(self, supply: np.ndarray, section: np.ndarray, quota: np.ndarray) -> np.ndarray:
         """Match tokens and quotas of an expert within a node, in proportion: int64 [instance, source in node].
 
         The tokens left to cross nodes are then in proportion, too, and are spread over the NICs.
 
         supply: [section, source in node], tokens; a section is an expert in a node.
-        at: section of each instance.
+        section: of each instance.
         quota: tokens that each instance may still serve.
         """
         end = np.cumsum(quota, 0)
@@ -281,22 +281,22 @@ class Splitter:
         wanted = end[self._node_end] - before  # quota of all instances of the expert in the node
         offered = supply.sum(1)
         wanted_in = np.zeros(len(supply), dtype=np.int64)
-        wanted_in[at] = wanted
+        wanted_in[section] = wanted
         matched = np.minimum(offered, wanted_in)
         upto = np.cumsum(supply, 1)
-        share, of = matched[:, None], np.maximum(offered, 1)[:, None]
-        given = upto * share // of - (upto - supply) * share // of
-        share, of = matched[at], np.maximum(wanted, 1)
-        taken = (end - before) * share // of - (end - quota - before) * share // of
-        return self._overlap(given, at, taken, self._node_start)
+        share, whole = matched[:, None], np.maximum(offered, 1)[:, None]
+        given = upto * share // whole - (upto - supply) * share // whole
+        share, whole = matched[section], np.maximum(wanted, 1)
+        taken = (end - before) * share // whole - (end - quota - before) * share // whole
+        return self._overlap(given, section, taken, self._node_start)
 
-    def _overlap(self, supply: np.ndarray, at: np.ndarray, quota: np.ndarray, start: np.ndarray) -> np.ndarray:
+    def _overlap(self, supply: np.ndarray, section: np.ndarray, quota: np.ndarray, start: np.ndarray) -> np.ndarray:
         """Match supply and demand of each section in order: int64 [instance, source].
 
         Supplies are laid end to end as intervals, and so are demands. A match is the overlap of two intervals.
 
         supply: [section, source], tokens; a section is an expert, or an expert in a node.
-        at: section of each instance.
+        section: of each instance.
         quota: demand of each instance.
         start: first instance of each instance's section.
         """
@@ -305,7 +305,7 @@ class Splitter:
         begin = end - quota
         offset = begin[start]
         low, high = (begin - offset)[:, None], (end - offset)[:, None]
-        return np.maximum(np.minimum(upper[at], high) - np.maximum((upper - supply)[at], low), 0)
+        return np.maximum(np.minimum(upper[section], high) - np.maximum((upper - supply)[section], low), 0)
 
     def _per_row(self, given: np.ndarray) -> np.ndarray:
         """Sum [instance, source] over the instances of each row."""

@@ -53,20 +53,20 @@ def kernel_tables(placement: ReplicaPlacement, classes: list[list[int]]) -> np.n
     experts = np.array([expert for members in classes for expert in members])
     count = np.array([len(chains[expert]) for expert in experts.tolist()])
     expert = np.repeat(experts, count)
-    at = np.repeat(np.repeat(np.arange(len(classes)), [len(members) for members in classes]), count)
+    class_index = np.repeat(np.repeat(np.arange(len(classes)), [len(members) for members in classes]), count)
     rank = np.array([rank for expert in experts.tolist() for rank in chains[expert]])
     instance = np.arange(len(rank))
     position = instance - np.repeat(np.cumsum(count) - count, count)
-    of_classes = np.full((len(classes), _ROWS.value, width), -1, dtype=np.int32)
+    class_tables = np.full((len(classes), _ROWS.value, width), -1, dtype=np.int32)
     rows = expert, position, np.repeat(count, count), instance, placement.log2phys[expert, rank]
-    of_classes[at, :, rank] = np.stack(rows, axis=1)
+    class_tables[class_index, :, rank] = np.stack(rows, axis=1)
     by_expert = np.full((2, placement.experts), -1, dtype=np.int32)  # class, and physical number at home
-    by_expert[0, expert] = at
+    by_expert[0, expert] = class_index
     by_expert[1] = placement.log2phys[np.arange(placement.experts), placement.home]
     home = placement.phys2log.reshape(placement.num_ranks, -1)[:, :homes].T
     home_only = np.full((homes, width), -1, dtype=np.int32)
     home_only[:, : placement.num_ranks] = np.where(by_expert[0, home] < 0, home, -1)
-    return np.concatenate([of_classes.reshape(-1), home_only.reshape(-1), by_expert.reshape(-1)])
+    return np.concatenate([class_tables.reshape(-1), home_only.reshape(-1), by_expert.reshape(-1)])
 
 
 class SplitKernels:
@@ -113,12 +113,12 @@ def kernels_work(ranks: int, device: torch.device) -> bool:
     classes = color_by_rank(placement)
     try:
         tables = upload(kernel_tables(placement, classes), device)
-        found = SplitKernels(placement, len(classes), 4, tables)(torch.from_numpy(load).to(device))
+        served = SplitKernels(placement, len(classes), 4, tables)(torch.from_numpy(load).to(device))
     except Exception as error:  # from Triton, the compilers that it starts, or the driver
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         warnings.warn(f"tokens are split on the host, because Triton fails to compile kernels: {reason}", stacklevel=2)
         return False
-    works = np.array_equal(found.cpu().numpy(), Splitter(placement, sweeps=4)(load))
+    works = np.array_equal(served.cpu().numpy(), Splitter(placement, sweeps=4)(load))
     if not works:
         warnings.warn("tokens are split on the host, because the kernels give wrong counts here", stacklevel=2)
     return works
@@ -143,11 +143,11 @@ def balance(totals, tables, quota, classes, homes, sweeps, WIDTH: tl.constexpr):
     """
     rank = tl.arange(0, WIDTH)
     load = tl.zeros([WIDTH], tl.int64)
-    for at in range(homes):
-        expert = tl.load(tables + (classes * _ROWS + at) * WIDTH + rank)
+    for index in range(homes):
+        expert = tl.load(tables + (classes * _ROWS + index) * WIDTH + rank)
         load += tl.load(totals + expert, mask=expert >= 0, other=0)
-    for at in range(classes):  # equal shares, remainders to the first instances
-        row = tables + at * _ROWS * WIDTH + rank
+    for index in range(classes):  # equal shares, remainders to the first instances
+        row = tables + index * _ROWS * WIDTH + rank
         expert = tl.load(row + _EXPERT * WIDTH)
         total = tl.load(totals + expert, mask=expert >= 0, other=0)
         count = tl.maximum(tl.load(row + _COUNT * WIDTH), 1)
@@ -192,12 +192,12 @@ def divide(load, quota, tables, served, classes, homes, ranks, ranks_per_node, e
     expert = tl.program_id(0)
     rank = tl.arange(0, WIDTH)
     starting = tl.load(load + rank * experts + expert, mask=rank < ranks, other=0)
-    of_expert = tables + (classes * _ROWS + homes) * WIDTH + expert
-    at = tl.load(of_expert)
-    if at < 0:
-        tl.store(served + rank * physicals + tl.load(of_expert + experts), starting, mask=rank < ranks)
+    entry = tables + (classes * _ROWS + homes) * WIDTH + expert
+    class_index = tl.load(entry)
+    if class_index < 0:
+        tl.store(served + rank * physicals + tl.load(entry + experts), starting, mask=rank < ranks)
     else:
-        row = tables + at * _ROWS * WIDTH + rank
+        row = tables + class_index * _ROWS * WIDTH + rank
         has = tl.load(row + _EXPERT * WIDTH) == expert
         position = tl.load(row + _POSITION * WIDTH)
         wanted = tl.load(quota + tl.load(row + _INSTANCE * WIDTH), mask=has, other=0)

@@ -152,11 +152,11 @@ class ExpertBalancer(StepCallback):
         chunks = [layers for layers in self._layers_of_chunks if layers]
         if self._shared:
             return HeldBytes(buffers=sum(self._slot_bytes(layers, True) for layers in chunks))
-        of_layers = {layer.index: self._slot_bytes([layer], False) for layers in chunks for layer in layers}
+        bytes_by_layer = {layer.index: self._slot_bytes([layer], False) for layers in chunks for layer in layers}
         last = self._model_config.num_layers  # higher numbers are layers of multi-token prediction, which do not move
         return HeldBytes(
-            {number: size for number, size in of_layers.items() if number < last},
-            sum(size for number, size in of_layers.items() if number >= last),
+            {number: size for number, size in bytes_by_layer.items() if number < last},
+            sum(size for number, size in bytes_by_layer.items() if number >= last),
         )
 
     def _slot_bytes(self, layers: list[BalancedMoELayer], shared: bool) -> int:

@@ -69,8 +69,8 @@ def layer_event(
             iteration + 1,
             "experts",
             "layer",
-            imbalance_before=float(np.mean([imbalance(of_ranks) for of_ranks in at_home])),
-            imbalance_after=float(np.mean([imbalance(of_ranks) for of_ranks in tokens])),
+            imbalance_before=float(np.mean([imbalance(tokens_by_rank) for tokens_by_rank in at_home])),
+            imbalance_after=float(np.mean([imbalance(tokens_by_rank) for tokens_by_rank in tokens])),
             tokens_per_rank=tokens.sum(0),
             **known,
         )

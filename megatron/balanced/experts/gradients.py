@@ -82,7 +82,9 @@ class ExpertChunk:
                 bucket_group.next_param_gather_bucket_group = None
         if config.overlap_grad_reduce:
             self._position = {p: n for n, layer in enumerate(homes) for expert in layer for p in expert}
-            for bucket_group in {bucket_group: None for of_layer in self._buckets for bucket_group in of_layer}:
+            for bucket_group in {
+                bucket_group: None for layer_buckets in self._buckets for bucket_group in layer_buckets
+            }:
                 bucket_group.register_grad_ready = self._deferred(bucket_group)
 
     def _advance_transfers(self) -> list[Any]:
@@ -90,7 +92,7 @@ class ExpertChunk:
         backward, and before the experts. These modules run in the same order on all ranks of the expert-parallel group.
         """
         slots, experts = self.slots, [layer.experts for layer in self.layers]
-        within = {module for of_layer in experts for module in of_layer.modules()}
+        within = {module for layer_experts in experts for module in layer_experts.modules()}
         blocks = [module for module in self._ddp.modules() if isinstance(module, TransformerLayer)]
         between = [m for block in blocks for m in block.modules() if m._parameters and m not in within]
 
@@ -123,7 +125,7 @@ class ExpertChunk:
         self.close()
         for layer in self.layers:
             layer.experts.slots, layer.routed = None, None
-        for bucket_group in {*self._gathers, *(group for of_layer in self._buckets for group in of_layer)}:
+        for bucket_group in {*self._gathers, *(group for layer_buckets in self._buckets for group in layer_buckets)}:
             for name in ("start_param_sync", "register_grad_ready"):
                 vars(bucket_group).pop(name, None)
         for bucket_group, following in self._following.items():

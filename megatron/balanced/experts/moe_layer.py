@@ -319,22 +319,22 @@ class BalancedMoELayer(MoELayer):
         """Widen both for the physical dispatcher with empty slots: [token, expert] -> [token, physical]."""
         self.token_dispatcher = self._physical
 
-        def widen(of_experts: torch.Tensor) -> torch.Tensor:
-            of_homes = of_experts.view(len(of_experts), -1, self.num_local_experts)
-            return torch.nn.functional.pad(of_homes, (0, self.slots)).flatten(1)
+        def widen(by_expert: torch.Tensor) -> torch.Tensor:
+            by_rank = by_expert.view(len(by_expert), -1, self.num_local_experts)
+            return torch.nn.functional.pad(by_rank, (0, self.slots)).flatten(1)
 
         return widen(probs), widen(routing_map)
 
     def _hides_empty_slots(self, dispatch_postprocess: Callable) -> Callable:
         """The dispatcher's method. While there are no replicas, its counts of tokens are those of homes only."""
 
-        def of_homes(*args: Any) -> tuple[Any, Any, Any]:
+        def without_empty_slots(*args: Any) -> tuple[Any, Any, Any]:
             hidden, counts, probs = dispatch_postprocess(*args)
             if self._in_use is None or self._in_use.interval is None:
                 counts = counts[: self.num_local_experts]
             return hidden, counts, probs
 
-        return of_homes
+        return without_empty_slots
 
     def _share(self, routing_map: torch.Tensor) -> _Share:
         """Gather the load of all ranks and split it. routing_map: bool [token, expert].
@@ -379,11 +379,11 @@ class BalancedMoELayer(MoELayer):
         # A source's tokens go to the instances of their expert in the order of physical numbers. Tensor-parallel ranks
         # of one source hold its tokens one after the other.
         expert = placed.expert if self.device is not None else placed.expert.numpy()
-        of_source = counts[:, :, expert]  # [source_rank, tensor_rank, physical]
-        none = of_source * 0
+        by_instance = counts[:, :, expert]  # [source_rank, tensor_rank, physical]
+        none = by_instance * 0
         first = placed.tokens_before(served)[:, None] - (counts.cumsum(1) - counts)[:, :, expert]
-        last = (first + served[:, None]).clip(none, of_source)
-        first = first.clip(none, of_source)
+        last = (first + served[:, None]).clip(none, by_instance)
+        first = first.clip(none, by_instance)
         return self._on_device(placed, last - first, first[rank, part], last[rank, part]), by_rank
 
     def _on_device(self, placed: PlacedSplit, sent: Any, first: Any, last: Any) -> _Share:

@@ -21,9 +21,9 @@ def count_routed(experts: torch.Tensor, width: int) -> torch.Tensor:
     experts: int [token, layer, k], the experts of each token, as rollouts return them.
     width: experts of a layer.
     """
-    of_layers = experts.long().transpose(0, 1).flatten(1)
-    empty = torch.zeros(len(of_layers), width, dtype=torch.int64, device=experts.device)
-    return empty.scatter_add(1, of_layers, torch.ones_like(of_layers))
+    experts_by_layer = experts.long().transpose(0, 1).flatten(1)
+    empty = torch.zeros(len(experts_by_layer), width, dtype=torch.int64, device=experts.device)
+    return empty.scatter_add(1, experts_by_layer, torch.ones_like(experts_by_layer))
 
 
 def check_loads(loads: Sequence[torch.Tensor], layers: int, width: int) -> None:

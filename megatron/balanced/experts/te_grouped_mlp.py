@@ -20,11 +20,11 @@ __all__ = ["ReplicatedTEGroupedMLP", "home_parameters"]
 def home_parameters(experts: torch.nn.Module) -> list[list[torch.nn.Parameter]]:
     """[home expert] -> its parameters. experts: of an MoE layer with replicas."""
     if isinstance(experts, TEGroupedMLP):
-        return [_of_expert(experts, number) for number in range(experts.num_local_experts)]
+        return [_parameters_of(experts, number) for number in range(experts.num_local_experts)]
     return [list(expert.parameters()) for expert in experts.local_experts]
 
 
-def _of_expert(experts: TEGroupedMLP, number: int) -> list[Any]:
+def _parameters_of(experts: TEGroupedMLP, number: int) -> list[Any]:
     return [
         getattr(linear, f"{kind}{number}")
         for linear in (experts.linear_fc1, experts.linear_fc2)
@@ -118,12 +118,12 @@ class ReplicatedTEGroupedMLP(TEGroupedMLP):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run the homes and the replicas of this rank as one."""
         physical = self._homes_and(slots)
-        of_homes = self.linear_fc1, self.linear_fc2
+        home_linears = self.linear_fc1, self.linear_fc2
         linears = physical.linear_fc1, physical.linear_fc2
-        for linear, twin in zip(of_homes, linears, strict=True):
+        for linear, twin in zip(home_linears, linears, strict=True):
             twin.is_first_microbatch = linear.is_first_microbatch
         result = TEGroupedMLP.forward(physical, *inputs)
-        for linear, twin in zip(of_homes, linears, strict=True):
+        for linear, twin in zip(home_linears, linears, strict=True):
             linear.is_first_microbatch = twin.is_first_microbatch
         return result
 
@@ -134,7 +134,7 @@ class ReplicatedTEGroupedMLP(TEGroupedMLP):
         for name in ("linear_fc1", "linear_fc2"):
             linear: Any = self._modules[name]
             further = {}
-            for number, parts in enumerate(leaves, homes):  # in the order of `_of_expert`
+            for number, parts in enumerate(leaves, homes):  # in the order of `_parameters_of`
                 further[f"weight{number}"] = next(parts)
                 further[f"bias{number}"] = next(parts) if linear.use_bias else linear.bias0
             modules[name] = _twin(
