@@ -177,7 +177,7 @@ def _sequences(progress: Progress) -> Iterator[Row]:
 def _of_documents(how: str, model: str, times: Mapping[str, Sequence[float]]) -> Iterator[Row]:
     usual, setting = model != "MHA", "S1" if model == "MHA" else "S2"
     most = float((np.array(times["none"]) / times["limit"]).max())
-    reason = f"no method can be more than {most:.2f} times faster here; see S3 and 128 ranks"
+    reason = f"no method can be more than {most:.2f} times faster here; see the longest documents and 128 ranks"
     yield Row("Zeppelin, mean", how, setting, times, "LLaMA CP", usual=usual)
     yield Row("Zeppelin, largest", how, setting, times, "LLaMA CP", pick="largest", usual=usual, reason=reason)
 

@@ -6,7 +6,7 @@ from benchmarks.experts import taot
 from benchmarks.layers.plans import reach_settings
 from benchmarks.layers.traces import TRACES
 
-__all__ = ["HEADLINES", "SETTINGS", "SKEW", "TABLE_IV", "TAOT_LEFT", "Headline"]
+__all__ = ["HEADLINES", "NAMES", "QUESTIONS", "SETTINGS", "SKEW", "TABLE_IV", "TAOT_LEFT", "Headline"]
 
 SKEW = 5.9  # busiest rank over the mean, of SmartMoE's record on 16 ranks
 
@@ -63,6 +63,17 @@ HEADLINES = {
     "UltraEP, share of forced balance": Headline(0.946, "limit", "arXiv 2606.04101", "0.946 on GPUs"),
 }
 
+# What a reader asks, by the first letter of the settings that answer.
+QUESTIONS = {
+    "L": "Does it help a pipeline whose layers differ?",
+    "S": "Does it help documents of different length?",
+    "E": "Does it help hot experts?",
+}
+NAMES = {  # of settings, as the tables show them
+    "L1": "six heavy layers", "L2": "end of a schedule", "S1": "multi-head", "S2": "grouped queries",
+    "S3": "longest documents", "E1": f"busiest {SKEW} times", "E2": "busiest 1.5 to 4 times", "E3": "the paper's GPUs",
+    "E4": "deviations", "E5": "transfers", "E6": "over even routing",
+}  # fmt: skip
 _CASES = "; ".join(f"{each.name}: {each.setting}" for each in reach_settings())
 SETTINGS = {
     "L1": "48 layers on 8 stages. DynMo publishes no setting; under these made-up costs its gain is there to be "
@@ -88,11 +99,11 @@ SETTINGS = {
     "E2": "The same with 1.5, 2, 3 and 4 times the mean, layer by layer.",
     "E3": "16 GPUs, one expert each, 4 x 4, 1,024 tokens a GPU, float32, sizes of the paper, links at data-sheet "
     f"speed, 100 Gbit/s a node and PCIe 3 inside; the busiest rank has about {SKEW} times the mean. NVLink "
-    "between pairs of GPUs is not modelled. Slots as in E1. Limit: even routing.",
+    "between pairs of GPUs is not modelled. Slots as in the first. Limit: even routing.",
     "E4": "Standard deviation of the loads of 16 ranks: FasterMoE's over that of others, in the layer where the "
     "ratio is largest, as the paper counts; deviations below one token count as one.",
     "E5": "Points of imbalance left by at most TAOT's number of weighted transfers (1 inside a node, 3 between). "
     "Peers as published; ours on loads by Zipf's law of the same imbalance, since the paper's are not public.",
-    "E6": "As E2, over even routing. The published figure is of GPUs at EP 64, where waves of tiles cost more than "
-    "here: do not set one against the other.",
+    "E6": "The same as with 1.5 to 4 times, over even routing. The published figure is of GPUs at EP 64, where waves "
+    "of tiles cost more than here: do not set one against the other.",
 }  # fmt: skip

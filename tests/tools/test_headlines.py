@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.experts import emulated as experts_emulated
 from benchmarks.headlines.__main__ import _experts_emulated, _layers_emulated, _sequences_emulated, main
-from benchmarks.headlines.data import HEADLINES, SETTINGS
+from benchmarks.headlines.data import HEADLINES, NAMES, QUESTIONS, SETTINGS
 from benchmarks.headlines.table import Row, table
 from benchmarks.layers import emulated as layers_emulated
 from benchmarks.sequences import emulated as sequences_emulated
@@ -30,10 +30,15 @@ def test_the_page_has_every_headline_as_published() -> None:
 
 def test_the_page_explains_its_settings_as_the_data_do() -> None:
     page = PAGE.read_text()
-    used = {name for name in SETTINGS if f", {name} " in page}
-    assert used >= {"L1", "L2", "S1", "S2", "E1", "E2", "E3", "E4", "E5", "E6"}
-    for name in used:
-        assert f"- **{name}**: {SETTINGS[name]}\n" in page
+    assert NAMES.keys() == SETTINGS.keys() and all(f"### {question}\n" in page for question in QUESTIONS.values())
+    for name, text in SETTINGS.items():
+        assert f", {NAMES[name]} " in page and f"- **{NAMES[name]}**: {text}\n" in page
+
+
+def test_tables_of_the_page_are_narrow() -> None:
+    rows = [line.strip("|").split("|") for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    assert rows and max(map(len, rows)) <= 8
+    assert max(len(cell.strip()) for row in rows for cell in row) <= 60
 
 
 def test_gains_are_means_or_of_the_case_with_the_largest() -> None:
@@ -45,18 +50,20 @@ def test_gains_are_means_or_of_the_case_with_the_largest() -> None:
 
 def test_a_headline_that_is_missed_without_a_reason_fails() -> None:
     slow = _row().times | {"ours": [8.0, 6.0]}
-    assert not _row().fails and _row().cells()[-1] == "yes"
+    assert not _row().fails and _row().cells()[-1] == "4.00 of 8.00, reached"
     assert _row(times=slow).fails
-    assert not _row(times=slow, usual=True).fails and _row(times=slow, usual=True).cells()[-1] == "usual"
+    assert not _row(times=slow, usual=True).fails and _row(times=slow, usual=True).cells()[-1].endswith(", usual")
     told = _row(times=slow, reason="links are full")
-    assert not told.fails and told.cells()[-1] == "no: links are full"
+    assert not told.fails and told.cells()[-1].endswith(", missed")
+    assert "- Missed, links are full: Zeppelin, mean, modelled.\n" in table([told])
 
 
 def test_the_table_shows_published_figures_beside_ours() -> None:
-    head, _, line, *rest = table([_row(), _row(usual=True)]).splitlines()
+    question, _, head, _, line, *rest = table([_row(), _row(usual=True)]).splitlines()
     cells = dict(zip(map(str.strip, head.split("|")), map(str.strip, line.split("|")), strict=True))
-    assert cells["published"] == "2.80" and cells["rival"] == "4.5 s (x)" and cells["gain"] == "4.00"
-    assert cells["how"] == "modelled, S1" and rest[-1].startswith("- **S1**: ")
+    assert cells["published"] == "2.80" and cells["rival"] == "4.5 s (x)" and cells["ours, limit"] == "2.5 s, 1.25 s"
+    assert cells["how"] == "modelled, multi-head" and rest[-1].startswith("- **multi-head**: ")
+    assert question == f"### {QUESTIONS['S']}" and len([each for each in rest if each.startswith("| ")]) == 1
 
 
 def test_layers_reach_every_headline_simulated(tmp_path: Path) -> None:
