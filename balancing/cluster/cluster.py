@@ -10,6 +10,7 @@ figure decides wrongly. Ranks fill nodes in order, as torchrun numbers them.
 
 import difflib
 import json
+import logging
 import math
 import numbers
 import os
@@ -18,6 +19,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
+from balancing.cluster.presets import rates_of
+from balancing.cluster.rates import Rates
 from balancing.files import parse_json, read_text, write_text
 
 __all__ = ["PRESETS", "Cluster"]
@@ -63,6 +66,7 @@ LAUNCH_SECONDS = 5e-6
 MESSAGE_SECONDS = 20e-6
 HOST_SECONDS = 10e-6
 _LATENCIES = ("launch_seconds", "message_seconds", "host_seconds")
+_LOGGER = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,7 @@ class Cluster:
     launch_seconds: seconds that a kernel takes on the device besides its arithmetic: launch, first loads, last stores.
     message_seconds: seconds until the first byte of a message arrives.
     host_seconds: seconds that the host takes to start one operation on the device, from Python.
+    rates: measured rates by length and rows. None: one rate for attention, FLOP/s of large products for experts.
 
     Raises ValueError for counts below 1, for speeds or memory that are not positive and finite, and for latencies that
     are not finite or below 0.
@@ -92,6 +97,7 @@ class Cluster:
     launch_seconds: float = LAUNCH_SECONDS
     message_seconds: float = MESSAGE_SECONDS
     host_seconds: float = HOST_SECONDS
+    rates: Rates | None = None
 
     def __post_init__(self) -> None:
         for name in ("nodes", "ranks_per_node", "nics_per_node"):
@@ -157,8 +163,8 @@ class Cluster:
         """A known machine from `PRESETS`. Its name has the GPU, the NICs of a node, and the Gbit/s of a NIC.
 
         A node has 8 GPUs. For GB200 and GB300 a node is the rack of 72 GPUs that NVLink connects. Speeds are fractions
-        of the data-sheet figures for one direction: 80 % for bf16 matmul and NVLink, 95 % for NICs. Raises ValueError
-        for an unknown name.
+        of the data-sheet figures for one direction: 80 % for bf16 matmul and NVLink, 95 % for NICs. Rates by length are
+        those of `presets.rates_of`. Raises ValueError for an unknown name.
         """
         if name not in PRESETS:
             hint = _did_you_mean(name, PRESETS)
@@ -172,6 +178,7 @@ class Cluster:
             nic_bandwidth=sheet["nic_gbit"] * 1e9 / 8 * _NIC_ACHIEVED,
             flops=sheet["tflops"] * 1e12 * _MATMUL_ACHIEVED,
             memory=sheet["memory_gb"] * 1e9,
+            rates=rates_of(name, sheet["tflops"]),
         )
 
     @classmethod
@@ -179,8 +186,9 @@ class Cluster:
         """Read a file of `to_json` or `python -m balancing.cluster --measure --json`.
 
         The file has one JSON object with every field of the class, and optionally "about", a note for readers. A
-        bandwidth that is not needed may be null. Latencies may be missing or null, for the defaults. Raises ValueError
-        that names the file and the key for anything else.
+        bandwidth that is not needed may be null. Latencies may be missing or null, for the defaults. Without "rates",
+        as in files of older releases, a warning says what is assumed; null assumes the same without a warning. Raises
+        ValueError that names the file and the key for anything else.
         """
         path = Path(path)
         try:
@@ -197,17 +205,23 @@ class Cluster:
         for key in raw:
             if key not in (*names, "about"):
                 raise ValueError(f"cluster file {path}: unknown key {key!r}{_did_you_mean(key, names)}")
-        if missing := [name for name in names if name not in raw and name not in _LATENCIES]:
+        optional = (*_LATENCIES, "rates")
+        if missing := [name for name in names if name not in raw and name not in optional]:
             raise ValueError(
                 f"cluster file {path}: missing {', '.join(f'{name!r} ({_unit(name)})' for name in missing)}; "
                 "write a complete file with python -m balancing.cluster --measure --json FILE"
             )
-        values: dict[str, Any] = {name: raw[name] for name in names if name not in _LATENCIES}
+        if "rates" not in raw:
+            _LOGGER.warning(
+                "cluster file %s has no 'rates': attention of any length is assumed to run at 0.6 of flops, experts at "
+                "flops; measure them with python -m balancing.cluster --measure --json FILE", path
+            )  # fmt: skip
+        values: dict[str, Any] = {name: raw[name] for name in names if name not in optional}
         values |= {name: raw[name] for name in _LATENCIES if raw.get(name) is not None}
         for name in ("intra_node_bandwidth", "nic_bandwidth"):
             values[name] = math.inf if values[name] is None else values[name]
         try:
-            return cls(**values)
+            return cls(**values, rates=None if raw.get("rates") is None else Rates.from_json(raw["rates"]))
         except ValueError as error:
             raise ValueError(f"cluster file {path}: {error}") from error
 
@@ -217,7 +231,10 @@ class Cluster:
         Raises ValueError if the file cannot be written.
         """
         content: dict[str, Any] = {}
-        for name, value in asdict(self).items():
+        for name, value in asdict(replace(self, rates=None)).items():
+            if name == "rates":
+                content[name] = None if self.rates is None else self.rates.to_json()
+                continue
             number = int(value) if isinstance(value, numbers.Integral) else float(value)  # NumPy's are not JSON
             content[name] = None if number == math.inf else number
         if about:

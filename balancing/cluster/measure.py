@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -184,7 +184,7 @@ def measure(device: torch.device) -> tuple[Cluster, dict[str, str]]:
     rates = _gather(rate)
     intra_node = pair_bandwidth(0, 1, device) if per_node > 1 else math.inf
     between = pair_bandwidth(0, per_node, device) if len(ranks) > per_node else math.inf
-    latencies = {}
+    latencies: dict[str, Any] = {}
     if len(ranks) > 1:
         latencies["message_seconds"] = message_latency(0, per_node if len(ranks) > per_node else 1, device)
     if device.type == "cuda":
