@@ -182,6 +182,11 @@ class Cluster:
         )
 
     @classmethod
+    def sheet(cls, name: str, *, nodes: int = 1) -> Self:
+        """As `preset`, without measured rates: attention of any length runs at one rate."""
+        return replace(cls.preset(name, nodes=nodes), rates=None)
+
+    @classmethod
     def from_json(cls, path: str | os.PathLike[str]) -> Self:
         """Read a file of `to_json` or `python -m balancing.cluster --measure --json`.
 

@@ -3,7 +3,10 @@
 Times are of forward and backward of one micro-batch, without activation recomputation.
 
 - The cost of attention is query-key pairs in tiles of 128 x 128, as flash attention computes them, so a shard of ten
-  tokens costs a tile for every 128 keys. Backward costs 2.5 times forward, since flash attention recomputes scores.
+  tokens costs a tile for every 128 keys. With measured rates (`Cluster.rates`), a call also costs time for each row of
+  128 queries and for each piece, so every round in which queries meet further keys costs their rows again. Without
+  rates, 0.6 of the FLOP/s of large products count for pieces of any length, and backward costs 2.5 times forward, since
+  flash attention recomputes scores.
 - The cost of linear layers is proportional to tokens. Backward costs twice forward.
 - Transfers of keys and values overlap with attention's compute, except the first and the last: compute starts once
   some keys have arrived, and the last gradients leave after it has ended. Backward sends keys and values again, and
@@ -16,27 +19,33 @@ Times are of forward and backward of one micro-batch, without activation recompu
 - Layers with a sliding window follow a plan of their own (`window`). Tiles outside of the window are neither computed
   nor sent.
 - Every kernel costs the device a launch, every round of keys costs the latency of a message, and the host needs time to
-  start each operation of a layer (`rounds`; `Cluster.launch_seconds`, `message_seconds`, `host_seconds`). If the host
+  start each operation of a layer (`rounds`; `Cluster.launch_seconds`, `message_seconds`, `host_seconds`; with measured
+  rates, operations and messages of attention cost the host `Rates.operation_seconds` and `post_seconds`). If the host
   needs longer than the device, the step takes the host's time.
 """
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
 from balancing.cluster import Cluster
-from balancing.sequences.load import TILE, causal_area
-from balancing.sequences.rounds import turn_tokens, what_is_asked
+from balancing.sequences.load import TILE, causal_area, token_counts
+from balancing.sequences.rounds import Asked, TurnTokens, plan_rounds, turn_tokens, what_is_asked
 from balancing.sequences.sequence_plan import AttentionShape, SequencePlan
 from balancing.sequences.traffic import LinkTokens, link_tokens_seconds, plan_links, remap_traffic, traffic_seconds
 from balancing.sequences.window import in_window
 
 __all__ = [
     "TILE",
+    "AttentionWork",
     "StepCost",
+    "attention_rank_seconds",
     "attention_seconds",
+    "attention_work",
     "exposed_seconds",
+    "extra_pairs",
     "hidden_seconds",
     "hidden_tokens",
     "kv_bytes",
@@ -49,6 +58,8 @@ __all__ = [
     "step_cost",
     "tile_area",
     "token_bytes",
+    "whole_seconds",
+    "whole_work",
 ]
 
 _BYTES = 2  # of bf16
@@ -63,6 +74,7 @@ _NEVER_HIDDEN, _HIDES = 0.15, 0.85
 _ROUTING_SAVES = 0.2
 _REST = 75  # operations of a dense layer outside attention, about 25 forward and 50 backward
 _PROJECTION = 10  # operations of a round to project keys from latents, 3 forward and 7 backward
+_RING_ROWS = 0.75  # of a rank's queries that a round of a zig-zag ring computes: all, or the later half
 _SUM_WIDTH = 2.0  # bytes of a key's gradient (float32, as rings sum them inside a node) over those of a key
 
 
@@ -160,28 +172,118 @@ def _layers_cost(
     moved = plan_links(plan, cluster, in_step=True)
     each = token_bytes(shape) if latents else kv_bytes(shape)
     forward, backward = kv_seconds(moved, plan.exchange, each, cluster, routed, gradient_width)
-    asked = what_is_asked(plan, cluster, moved, turn_tokens(cluster, each))
+    least = turn_tokens(cluster, each)
+    asked = what_is_asked(plan, cluster, moved, least)
     projection = _projection_seconds(moved, cluster, shape) if latents else 0.0
     more = _PROJECTION * asked.rounds if latents else 0
     latency = asked.rounds * cluster.message_seconds
     exchange = forward + latency, backward + 2 * latency  # gradients follow the keys
-    compute = hidden_seconds(float(tile_area(plan).max(initial=0.0)), cluster, shape)
-    exposed = _exposed(plan, exchange, compute)
+    forward_compute, backward_compute, attention = _attention(plan, cluster, shape, least)
+    exposed = _exposed(plan, exchange, forward_compute, backward_compute)
     remap = 0.0
     if plan.remapped:
         of_head = shape.head_size + shape.value_size
         numbers = (shape.heads + shape.kv_heads) * of_head  # q, k and v to attention; its output back
         remap = traffic_seconds(remap_traffic(plan), numbers * _BYTES, cluster, routed)  # backward takes as long
     return StepCost(
-        attention=layers * ((1 + _ATTENTION_BACKWARD) * compute + projection),
+        attention=layers * (attention + projection),
         exchange=layers * sum(exchange),
         exposed=layers * exposed,
         linear=0.0,
         remap=layers * 2 * remap,
         launch=layers * (sum(asked.launches) + more) * cluster.launch_seconds,
-        host=layers * (asked.operations + more + _REST) * cluster.host_seconds,
+        host=layers * _host_seconds(asked, more, cluster),
         launches=asked.launches[0],
     )
+
+
+def _host_seconds(asked: Asked, more: int, cluster: Cluster) -> float:
+    """Seconds of the host to start all operations of one layer. more: operations besides those of `asked`."""
+    if cluster.rates is None:
+        return (asked.operations + more + _REST) * cluster.host_seconds
+    operations = (sum(asked.launches) + more) * cluster.rates.operation_seconds
+    return operations + sum(asked.messages) * cluster.rates.post_seconds + _REST * cluster.host_seconds
+
+
+def _attention(
+    plan: SequencePlan, cluster: Cluster, shape: AttentionShape, turn_tokens: TurnTokens
+) -> tuple[float, float | None, float]:
+    """Seconds of attention's kernels in one layer: forward and backward of the ranks that are slowest in each, and of
+    the rank that is slowest in both together. None of backward: 2.5 times forward."""
+    if cluster.rates is None:
+        compute = hidden_seconds(float(tile_area(plan).max(initial=0.0)), cluster, shape)
+        return compute, None, (1 + _ATTENTION_BACKWARD) * compute
+    forward, backward = _rank_seconds(plan, cluster, shape, turn_tokens)
+    return float(forward.max()), float(backward.max()), float((forward + backward).max())
+
+
+def _rank_seconds(
+    plan: SequencePlan, cluster: Cluster, shape: AttentionShape, turn_tokens: TurnTokens
+) -> tuple[np.ndarray, np.ndarray]:
+    rings, turns = plan_rounds(plan, cluster, turn_tokens)
+    return attention_rank_seconds(attention_work(plan, rings + turns), cluster, shape)
+
+
+def extra_pairs(plan: SequencePlan, cluster: Cluster, shape: AttentionShape) -> np.ndarray:
+    """float64 [rank], query-key pairs of long pieces that take as long as what a rank computes besides its area: the
+    parts of tiles outside the mask, rows, and pieces. cluster: with rates."""
+    flops = pair_flops(shape.heads, shape.head_size, shape.value_size)
+    forward, backward = _rank_seconds(plan, cluster, shape, turn_tokens(cluster, token_bytes(shape)))
+    return np.asarray((forward + backward) / sum(_long_seconds(1.0, cluster, flops)) - plan.area)
+
+
+class AttentionWork(NamedTuple):
+    """What attention's kernels compute in one layer, forward, float64 [rank].
+
+    pairs: query-key pairs in whole tiles.
+    queries: in whole tiles; counted once for each call in which they meet keys.
+    pieces: pieces of documents, counted in the same way.
+    """
+
+    pairs: np.ndarray
+    queries: np.ndarray
+    pieces: np.ndarray
+
+
+def attention_work(plan: SequencePlan, rounds: np.ndarray) -> AttentionWork:
+    """The work of each rank. rounds: int [rank], rounds that bring the rank keys (`rounds.plan_rounds`).
+
+    A rank's own tokens of a document are one piece of its first call. Tokens that see gathered keys are a piece of the
+    call of each turn that brings such keys, at least a tile of them. On a ring they are one in each round.
+    """
+    sequence, start, stop, rank = plan.table.T
+    member, which = np.unique(sequence * plan.ranks + rank, return_inverse=True)
+    whole, holder = np.divmod(member, plan.ranks)
+    tokens = np.bincount(which, stop - start)
+    queries = np.bincount(holder, -(-tokens // TILE) * TILE, plan.ranks)
+    pieces = np.bincount(holder, minlength=plan.ranks).astype(np.float64)
+    members = np.bincount(whole, minlength=len(plan.lengths))
+    how = np.array(plan.exchange)
+    on_ring = how[whole] == "ring"
+    again = (members[whole] - 1) * on_ring
+    queries += np.bincount(holder, again * _RING_ROWS * -(-tokens // TILE) * TILE, plan.ranks)
+    pieces += np.bincount(holder, again, plan.ranks)
+    sees = start if plan.window is None else np.minimum(start, plan.window)
+    rows = -(-(stop - start) // TILE) * TILE
+    if plan.window is not None:  # only the first queries of a run reach keys before it
+        rows = np.minimum(rows, -(-plan.window // TILE) * TILE)
+    turns = np.where(how[sequence] == "gather", np.minimum(rounds[rank], -(-sees // TILE)), 0)
+    queries += np.bincount(rank, turns * rows, plan.ranks)
+    pieces += np.bincount(rank, turns, plan.ranks)
+    return AttentionWork(tile_area(plan), queries, pieces)
+
+
+def attention_rank_seconds(
+    work: AttentionWork, cluster: Cluster, shape: AttentionShape
+) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds of attention's kernels in one layer, float64 [rank], forward and backward.
+
+    cluster: with rates.
+    """
+    assert cluster.rates is not None
+    flops = pair_flops(shape.heads, shape.head_size, shape.value_size)
+    rates = cluster.rates
+    return rates.forward.seconds(*work, flops), rates.backward.seconds(*work, _ATTENTION_BACKWARD * flops)
 
 
 def kv_seconds(
@@ -222,21 +324,27 @@ def routing_pays(
     flops_of_pair: `pair_flops` of the layer.
     """
     moved = plan_links(plan, cluster, in_step=True)
-    compute = float(tile_area(plan).max(initial=0.0)) * flops_of_pair / (cluster.flops * _ATTENTION_ACHIEVED)
+    forward, backward = _long_seconds(float(tile_area(plan).max(initial=0.0)), cluster, flops_of_pair)
     waits = []
     for routed in (False, True):
-        waits.append(_exposed(plan, kv_seconds(moved, plan.exchange, kv_bytes, cluster, routed), compute))
+        exchange = kv_seconds(moved, plan.exchange, kv_bytes, cluster, routed)
+        waits.append(_exposed(plan, exchange, forward, None if cluster.rates is None else backward))
         if plan.remapped:
             waits[-1] += 2 * traffic_seconds(remap_traffic(plan), remap_bytes, cluster, routed)
     direct, spread = waits
-    return direct - spread > _ROUTING_SAVES * ((1 + _ATTENTION_BACKWARD) * compute + direct)
+    return direct - spread > _ROUTING_SAVES * (forward + backward + direct)
 
 
 def limit_seconds(lengths: Sequence[int], cluster: Cluster, shape: AttentionShape) -> float:
-    """Seconds of the physical limit: the batch's exact FLOPs spread evenly over all ranks, all transfers hidden.
+    """Seconds of the limit: the batch's work spread evenly over all ranks, all transfers hidden.
+
+    With measured rates the work is that of uncut documents at these rates, otherwise the batch's exact FLOPs.
 
     lengths: tokens of each sequence.
     """
+    if cluster.rates is not None:
+        attention = float(whole_seconds(lengths, cluster, shape).sum())
+        return (attention + linear_seconds(sum(lengths), cluster, shape)) / cluster.world_size
     pairs: float = causal_area(lengths)
     if shape.window is not None:
         pairs += (causal_area(lengths, shape.window) - pairs) * shape.windowed_layers / shape.layers
@@ -244,14 +352,50 @@ def limit_seconds(lengths: Sequence[int], cluster: Cluster, shape: AttentionShap
     return (attention + linear_seconds(sum(lengths), cluster, shape)) / cluster.world_size
 
 
+def whole_seconds(lengths: Sequence[int] | np.ndarray, cluster: Cluster, shape: AttentionShape) -> np.ndarray:
+    """float64 [document], seconds of one rank to compute attention of uncut documents in all layers, forward and
+    backward, in whole tiles; in layers with a sliding window only tiles inside the window count."""
+    work = whole_work(lengths, shape)
+    if cluster.rates is None:
+        return np.asarray(work.pairs * attention_seconds(1.0, cluster, shape))
+    return np.asarray(shape.layers * sum(attention_rank_seconds(work, cluster, shape)))
+
+
+def whole_work(lengths: Sequence[int] | np.ndarray, shape: AttentionShape) -> AttentionWork:
+    """The work of uncut documents in the mean layer, float64 [document]."""
+    tokens = token_counts(lengths)
+    rows = -(-tokens // TILE)
+    pairs = rows * (rows + 1) // 2 * float(TILE**2)
+    if shape.window is not None:
+        beyond = np.maximum(rows - -(-shape.window // TILE), 0)  # rows of tiles that do not see the first ones
+        hidden = beyond * (beyond - 1) // 2 * float(TILE**2)
+        pairs = pairs - hidden * (shape.windowed_layers / shape.layers)
+    return AttentionWork(pairs, rows * float(TILE), np.ones(len(tokens)))
+
+
 def attention_seconds(pairs: float, cluster: Cluster, shape: AttentionShape) -> float:
-    """Seconds of one rank to compute `pairs` query-key pairs in all layers, forward and backward."""
-    return shape.layers * (1 + _ATTENTION_BACKWARD) * hidden_seconds(pairs, cluster, shape)
+    """Seconds of one rank to compute `pairs` query-key pairs of long pieces in all layers, forward and backward."""
+    if cluster.rates is None:
+        return shape.layers * (1 + _ATTENTION_BACKWARD) * hidden_seconds(pairs, cluster, shape)
+    return shape.layers * sum(_long_seconds(pairs, cluster, pair_flops(shape.heads, shape.head_size, shape.value_size)))
 
 
 def hidden_seconds(pairs: float, cluster: Cluster, shape: AttentionShape) -> float:
-    """Seconds of one rank to compute `pairs` query-key pairs in one layer, forward; they hide as long a transfer."""
-    return pairs * pair_flops(shape.heads, shape.head_size, shape.value_size) / (cluster.flops * _ATTENTION_ACHIEVED)
+    """Seconds of one rank to compute `pairs` query-key pairs of long pieces in one layer, forward; they hide as long a
+    transfer."""
+    return _long_seconds(pairs, cluster, pair_flops(shape.heads, shape.head_size, shape.value_size))[0]
+
+
+def _long_seconds(pairs: float, cluster: Cluster, flops_of_pair: float) -> tuple[float, float]:
+    """Seconds of `pairs` query-key pairs of long pieces in one layer, forward and backward."""
+    if cluster.rates is None:
+        forward = pairs * flops_of_pair / (cluster.flops * _ATTENTION_ACHIEVED)
+        return forward, _ATTENTION_BACKWARD * forward
+    rates = cluster.rates
+    return (
+        pairs * flops_of_pair / rates.forward.flops,
+        pairs * _ATTENTION_BACKWARD * flops_of_pair / rates.backward.flops,
+    )
 
 
 def kv_bytes(shape: AttentionShape) -> int:
@@ -285,7 +429,7 @@ def hidden_tokens(cluster: Cluster, shape: AttentionShape, bandwidth: float) -> 
 
     bandwidth: bytes/s of the ring's slowest link. With an infinite bandwidth the result is 0.
     """
-    flops = cluster.flops * _ATTENTION_ACHIEVED
+    flops = cluster.flops * _ATTENTION_ACHIEVED if cluster.rates is None else cluster.rates.forward.flops
     return kv_bytes(shape) / bandwidth / (pair_flops(shape.heads, shape.head_size, shape.value_size) / 2 / flops)
 
 
@@ -311,8 +455,12 @@ def tile_area(plan: SequencePlan) -> np.ndarray:
     return np.bincount(rank, tiles * np.where(on_ring, wasted, 1.0)[sequence], plan.ranks) * TILE**2
 
 
-def _exposed(plan: SequencePlan, exchange: tuple[float, float], compute: float) -> float:
-    """Seconds of the exchange in one layer that compute does not hide. compute: seconds of the forward pass.
+def _exposed(
+    plan: SequencePlan, exchange: tuple[float, float], compute: float, backward_compute: float | None = None
+) -> float:
+    """Seconds of the exchange in one layer that compute does not hide.
+
+    compute, backward_compute: seconds of the passes; None of backward: 2.5 times forward.
 
     On a ring no transfer overlaps with the compute of the last keys, and the last round of gradients leaves after it.
     """
@@ -322,22 +470,34 @@ def _exposed(plan: SequencePlan, exchange: tuple[float, float], compute: float) 
     if rings:
         rounds = max(rings) - 1
         compute *= rounds / (rounds + 1)
+        if backward_compute is not None:
+            backward_compute *= rounds / (rounds + 1)
         least = (backward - forward) / rounds
-    return exposed_seconds(exchange, compute, gathers="gather" in plan.exchange, least=least)
+    gathers = "gather" in plan.exchange
+    return exposed_seconds(exchange, compute, gathers=gathers, least=least, backward_compute=backward_compute)
 
 
-def exposed_seconds(exchange: tuple[float, float], compute: float, *, gathers: bool, least: float = 0.0) -> float:
+def exposed_seconds(
+    exchange: tuple[float, float],
+    compute: float,
+    *,
+    gathers: bool,
+    least: float = 0.0,
+    backward_compute: float | None = None,
+) -> float:
     """Seconds of transfers in one layer that compute does not hide.
 
     exchange: seconds of the transfers, forward and backward.
     compute: seconds of the forward pass that can hide them.
+    backward_compute: those of the backward pass; 2.5 times forward by default.
     gathers: whether keys are gathered.
     least: seconds of backward's transfers that are always exposed, besides those of gathering.
     """
     forward, backward = exchange
-    if gathers:
-        compute *= _HIDES
-    beyond = max(0.0, forward - compute) + max(least, backward - _ATTENTION_BACKWARD * compute)
+    hides = _HIDES if gathers else 1.0
+    compute *= hides
+    behind = _ATTENTION_BACKWARD * compute if backward_compute is None else backward_compute * hides
+    beyond = max(0.0, forward - compute) + max(least, backward - behind)
     return beyond + _NEVER_HIDDEN * (forward + backward) * gathers
 
 

@@ -17,7 +17,7 @@ from functools import cached_property
 import numpy as np
 
 from balancing.cluster import Cluster
-from balancing.sequences.cost import TILE, attention_seconds, linear_seconds
+from balancing.sequences.cost import linear_seconds, whole_seconds
 from balancing.sequences.load import token_counts
 from balancing.sequences.plan import checked_lengths
 from balancing.sequences.planners.groups import deal_areas
@@ -89,19 +89,10 @@ class MicroBatchPlan:
 def document_seconds(lengths: Sequence[int] | np.ndarray, cluster: Cluster, shape: AttentionShape) -> np.ndarray:
     """float64 [document], seconds of forward and backward in all layers, the work spread evenly over the ranks.
 
-    lengths: tokens of each document. Attention is costed in tiles as in `cost`; in layers with a sliding window only
-        tiles inside the window count.
+    lengths: tokens of each document. Attention is costed as in `cost.whole_seconds`.
     """
-    tokens = token_counts(lengths)
-    rows = -(-tokens // TILE)
-    tiles = rows * (rows + 1) // 2
-    pairs = tiles * float(TILE**2)
-    if shape.window is not None:
-        beyond = np.maximum(rows - -(-shape.window // TILE), 0)  # rows of tiles that do not see the first ones
-        hidden = beyond * (beyond - 1) // 2 * float(TILE**2)
-        pairs = pairs - hidden * (shape.windowed_layers / shape.layers)
-    of_pair, of_token = attention_seconds(1.0, cluster, shape), linear_seconds(1.0, cluster, shape)
-    return np.asarray((pairs * of_pair + tokens * of_token) / cluster.world_size)
+    linear = token_counts(lengths) * linear_seconds(1.0, cluster, shape)
+    return np.asarray((whole_seconds(lengths, cluster, shape) + linear) / cluster.world_size)
 
 
 def plan_micro_batches(

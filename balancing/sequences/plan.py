@@ -14,9 +14,9 @@ from typing import Literal, get_args
 import numpy as np
 
 from balancing.cluster import Cluster
-from balancing.sequences.cost import step_cost
+from balancing.sequences.cost import extra_pairs, step_cost
 from balancing.sequences.load import token_counts
-from balancing.sequences.planners.chunks import balanced_chunks
+from balancing.sequences.planners.chunks import balanced_chunks, dealt_again
 from balancing.sequences.planners.linear_layout import linear_layout
 from balancing.sequences.planners.stay import shed_tails
 from balancing.sequences.planners.zones import even_counts, even_layout, zone_layout
@@ -30,6 +30,11 @@ DEFAULT_CHUNK = 512
 
 # Of method "zones" without a capacity: the most tokens of a rank in attention over the mean.
 _ZONES_ROOM = 1.5
+# Of method "chunks" with measured rates. _TRIES: most times that tokens are distributed over the ranks of a node again;
+# once with _EVENED_RANKS ranks and never with more, since each takes as long as half a plan. _EVEN: ranks may differ
+# from the mean time by this share of it. _MOST_EXTRA: most area, over the mean, that a rank gives up for its rows and
+# pieces.
+_TRIES, _EVENED_RANKS, _EVEN, _MOST_EXTRA = 2, 64, 0.01, 0.25
 
 
 def plan_sequences(
@@ -52,7 +57,8 @@ def plan_sequences(
 
     Methods:
     - "chunks": one layout for attention and linear layers, balanced in tokens and in area. The area is that of layers
-      without a sliding window. Keys and values of a cut sequence are gathered, once a node.
+      without a sliding window. With measured rates (`Cluster.rates`) time is balanced in place of
+      area. Keys and values of a cut sequence are gathered, once a node.
     - "zones": Zeppelin's. Attention is balanced in area, and tokens are remapped for linear layers. Without a capacity
       a rank holds at most 1.5 times the mean in attention. If sequences do not pack into the capacity, every sequence
       is cut over all ranks.
@@ -105,7 +111,7 @@ def plan_attention(
             layout = tuple(sorted(shards, key=itemgetter(3, 0, 1)))
             exchange = same_exchange(layout, checked, "gather")
             plans.append(SequencePlan(checked, cluster.world_size, name, layout, given, exchange))
-    return min(plans, key=lambda plan: step_cost(plan, cluster, shape).total)
+    return _quickest(plans, cluster, shape)
 
 
 def _plan(
@@ -128,7 +134,39 @@ def _plan(
         linear = linear_layout(layout, cluster) if method == "zones" else layout
         exchange = same_exchange(layout, lengths, shared)
         plans.append(SequencePlan(lengths, ranks, method, layout, linear, exchange, capacity))
-    return min(plans, key=lambda plan: step_cost(plan, cluster, shape).total) if len(plans) > 1 else plans[0]
+    best = _quickest(plans, cluster, shape)
+    return best if method != "chunks" or cluster.rates is None else _evened_in_time(best, quotas, cluster, shape, chunk)
+
+
+def _evened_in_time(
+    plan: SequencePlan, quotas: Sequence[int], cluster: Cluster, shape: AttentionShape, chunk: int
+) -> SequencePlan:
+    """A plan with as many tokens on each rank and more even seconds of attention, if one is found that is quicker."""
+    tried = [plan]
+    for _ in range(min(_TRIES, _EVENED_RANKS // plan.ranks)):
+        extra = extra_pairs(plan, cluster, shape)
+        seconds = plan.area + extra  # in units of a pair
+        if seconds.max() <= (1 + _EVEN) * seconds.mean():
+            break
+        most = _MOST_EXTRA * float(plan.area.mean())
+        beside = np.clip(extra - extra.mean(), -most, most).tolist()
+        shards = dealt_again(plan.attention, quotas, cluster, beside, chunk=chunk)
+        layout = tuple(sorted(shards, key=itemgetter(3, 0, 1)))
+        exchange = same_exchange(layout, plan.lengths, "gather")
+        plan = replace(plan, attention=layout, linear=layout, exchange=exchange)
+        tried.append(plan)
+    return _quickest(tried, cluster, shape)
+
+
+def _quickest(plans: Sequence[SequencePlan], cluster: Cluster, shape: AttentionShape) -> SequencePlan:
+    """The plan of least cost, the first among equals. With measured rates, the host may take longest in all of them;
+    then the one that takes the device least."""
+
+    def cost(plan: SequencePlan) -> tuple[float, float]:
+        found = step_cost(plan, cluster, shape)
+        return found.total, found.device if cluster.rates is not None else 0.0
+
+    return min(plans, key=cost) if len(plans) > 1 else plans[0]
 
 
 def checked_lengths(lengths: Sequence[int] | np.ndarray) -> tuple[int, ...]:

@@ -7,7 +7,9 @@ from a plan without compiling it.
 
 With more turns a rank starts earlier on the first gathered keys, but each turn costs a call of attention and a transfer
 group. So a turn has at least the bytes that its link carries in eight latencies of a message, and there are at most
-eight turns: an eighth of the keys keeps a rank busy long enough.
+eight turns: an eighth of the keys keeps a rank busy long enough. With measured rates (`Cluster.rates`) a turn also has
+at least the bytes that its link carries while the host starts the turn's operations: a shorter turn hides less than it
+costs.
 """
 
 from dataclasses import dataclass
@@ -53,6 +55,9 @@ SMALLEST_TURNS = TurnTokens(1, 1)  # gives the largest number of turns
 def turn_tokens(cluster: Cluster, kv_bytes: float) -> TurnTokens:
     """The least tokens of a turn on a cluster. kv_bytes: bytes of one token's keys and values in one layer."""
     seconds = _LATENCIES * cluster.message_seconds
+    if cluster.rates is not None:
+        operations = _TURN[0] + 2  # with its call and its merge, forward
+        seconds = max(seconds, operations * cluster.rates.operation_seconds)
     rates = cluster.intra_node_bandwidth, cluster.nic_bandwidth * max(1, len(cluster.nics(0)))
     # The clip at 2^40 is for a link that the cluster does not have: its bandwidth is infinite.
     return TurnTokens(*(max(1, int(min(rate * seconds / kv_bytes, 2**40))) for rate in rates))

@@ -15,7 +15,7 @@ import numpy as np
 from balancing.cluster import Cluster
 from balancing.cluster.links import exchange_seconds
 from balancing.experts import ExpertShape, LoadTrace, TransferWindow, layer_cost, plan_replicas, traffic
-from balancing.sequences.cost import step_cost
+from balancing.sequences.cost import step_cost, whole_seconds
 from balancing.sequences.domain import WORTH as DOMAIN_WORTH
 from balancing.sequences.domain import planned_ranks
 from balancing.sequences.load import causal_area
@@ -288,19 +288,24 @@ def _planned(model: StepModel, batches: Sequence[tuple[int, ...]], ranks: int, m
     while ranks % per_node:
         per_node -= 1
     cluster = model.cluster.relabel(ranks // per_node, per_node)
-    cluster = replace(cluster, flops=cluster.flops * model.efficiency.attention / _ATTENTION_ACHIEVED)
+    if cluster.rates is None:
+        cluster = replace(cluster, flops=cluster.flops * model.efficiency.attention / _ATTENTION_ACHIEVED)
     seconds = alone = fullest = 0.0
     for lengths in batches:
         plan = plan_sequences(lengths, cluster, shape=shape, method=method)
         peer = method == "ring"
         cost = step_cost(plan, cluster, shape, routed=False if peer else None, gradient_width=1.0 if peer else None)
-        seconds += cost.attention + cost.exposed + cost.remap + cost.launch
-        alone += _alone(plan.area, cluster, shape)
+        # What a peer's operations cost its host is not known, and nobody has measured the host of the sheet's cluster.
+        seconds += (cost.device if peer or cluster.rates is None else cost.total) - cost.linear
+        alone += _alone(plan.area, lengths, cluster, shape)
         fullest += float(plan.area.max() / plan.area.mean())
     return seconds / alone, fullest / len(batches)
 
 
-def _alone(area: np.ndarray, cluster: Cluster, shape: AttentionShape) -> float:
-    """Forward and backward seconds of the mean rank's query-key pairs, without tiles, launches and exchange."""
+def _alone(area: np.ndarray, lengths: Sequence[int], cluster: Cluster, shape: AttentionShape) -> float:
+    """Forward and backward seconds of the mean rank's attention: with measured rates of uncut documents, otherwise of
+    query-key pairs without tiles; without launches and exchange."""
+    if cluster.rates is not None:
+        return float(whole_seconds(lengths, cluster, shape).sum()) / len(area)
     pairs = 2.0 * shape.heads * (shape.head_size + shape.value_size)
     return float(area.mean()) * pairs * 3.5 / (cluster.flops * _ATTENTION_ACHIEVED)

@@ -156,7 +156,7 @@ def _rest(ranks: int, cluster: Cluster) -> float:
 
 def _sequences(progress: Progress) -> Iterator[Row]:
     for model, ranks in progress.track([(m, r) for m in documents.SHAPES for r in _RANKS], description="sequences"):
-        shape, cluster = replace(documents.SHAPES[model], layers=32), Cluster.preset("a800-4x200g", nodes=ranks // 8)
+        shape, cluster = replace(documents.SHAPES[model], layers=32), Cluster.sheet("a800-4x200g", nodes=ranks // 8)
         times: dict[str, list[float]] = {role: [] for role in _ROLES}
         for name in DISTRIBUTIONS:
             lengths = draw_batch(name, 4096 * ranks, np.random.default_rng(0))

@@ -195,7 +195,7 @@ def _figures(
 def _rows(quick: bool) -> Iterator[Row]:
     for name, (longest, draw) in SOURCES.items():
         for ranks in (8,) if quick else (8, 32):
-            cluster = Cluster.preset(_PRESET, nodes=-(-ranks // 8))
+            cluster = Cluster.sheet(_PRESET, nodes=-(-ranks // 8))
             found: dict[tuple[str, str], list[float]] = {}
             for seed in range(1 if quick else 3):
                 lengths = np.clip(draw(_SEQUENCES * ranks, np.random.default_rng(seed)), 16, longest).astype(np.int64)

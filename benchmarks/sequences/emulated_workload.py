@@ -108,8 +108,9 @@ class Scale:
 
     @property
     def cluster(self) -> Cluster:
-        """The modelled machine, without latencies: launches and messages are not emulated."""
-        machine = Cluster.preset(self.preset).relabel(self.nodes, self.ranks_per_node)
+        """The modelled machine, with one rate for attention, as it is emulated, and without latencies: launches and
+        messages are not emulated."""
+        machine = Cluster.sheet(self.preset).relabel(self.nodes, self.ranks_per_node)
         return replace(machine, launch_seconds=0.0, message_seconds=0.0, host_seconds=0.0)
 
     @property

@@ -263,7 +263,7 @@ def modelled(
 
 
 def _cluster(preset: str, ranks: int) -> Cluster:
-    return Cluster.preset(preset).relabel(max(1, ranks // 8), min(8, ranks))
+    return Cluster.sheet(preset).relabel(max(1, ranks // 8), min(8, ranks))
 
 
 def _rows(ranks: int, method: str, found: list[tuple[int, Counted, Counted]]) -> Iterator[Row]:

@@ -113,7 +113,7 @@ class _Step:
         packed = [draw_batch(source, _SAMPLE, generator) for _ in range(micro_batches * samples)]
         sample = tuple(at for at, lengths in enumerate(packed) for _ in lengths)
         drawn = tuple(at // samples for at in sample)
-        cluster = Cluster.preset(_PRESET).relabel(samples, _RANKS)
+        cluster = Cluster.sheet(_PRESET).relabel(samples, _RANKS)
         return cls(tuple(length for lengths in packed for length in lengths), sample, drawn, micro_batches, cluster)
 
     def plan(self, method: str, chunks: int = 1) -> MicroBatchPlan:
@@ -230,7 +230,7 @@ def _times(repeats: int, progress: Progress) -> Iterator[Row]:
     for source in progress.track(DISTRIBUTIONS, description="time"):
         lengths = np.minimum(draw_lengths(source, 16384, np.random.default_rng(0)), 131072)
         for size in (8, 64, 512):
-            plan = partial(plan_micro_batches, lengths, size, Cluster.preset(_PRESET), shape=_SHAPE)
+            plan = partial(plan_micro_batches, lengths, size, Cluster.sheet(_PRESET), shape=_SHAPE)
             figure = milliseconds(plan, repeats)
             yield Row(_TIME, f"{source}, 16384 documents, {size} micro-batches", "balanced", figure, None, figure)
 

@@ -85,7 +85,7 @@ def _traffic(known: Sources, sizes: Sequence[int], number: int) -> None:
     for machine in _COUNTED:
         preset, shape = _MACHINES[machine]
         for ranks in sizes:
-            cluster = Cluster.preset(preset, nodes=ranks // 8)
+            cluster = Cluster.sheet(preset, nodes=ranks // 8)
             cells = []
             for method in _PLANNERS:
                 found = [
@@ -103,7 +103,7 @@ def _times(known: Sources, sizes: Sequence[int], number: int) -> None:
     over_best, parts = [], []
     for machine, (preset, shape) in _MACHINES.items():
         for ranks in sizes:
-            cluster = Cluster.preset(preset, nodes=ranks // 8)
+            cluster = Cluster.sheet(preset, nodes=ranks // 8)
             found: dict[str, list[np.ndarray]] = {name: [] for name in known}
             spent: dict[str, list[np.ndarray]] = {name: [] for name in known}
             for name, lengths in _batches(known, ranks, number):
@@ -150,7 +150,7 @@ def _odc(sizes: Sequence[int]) -> None:
     print("\nwhole documents on data-parallel ranks that meet once a step (ODC), and `data`: modelled step / limit")
     preset, shape = _MACHINES["H200, GQA 8:1"]
     for ranks in sizes:
-        cluster = Cluster.preset(preset, nodes=ranks // 8)
+        cluster = Cluster.sheet(preset, nodes=ranks // 8)
         for name in DISTRIBUTIONS:
             random = np.random.default_rng(0)
             step = [draw_batch(name, _ODC_SAMPLE * ranks, random) for _ in range(_ODC_MICRO_BATCHES)]

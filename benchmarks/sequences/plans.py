@@ -117,7 +117,7 @@ def plans(sources: dict[str, str | np.ndarray], sizes: Sequence[int], batches: i
             lengths = draw_batch(sources[name], _TOKENS * ranks, np.random.default_rng(batch))
             kept: dict[str, list[SequencePlan]] = {}
             for machine, (preset, shape) in _MACHINES.items():
-                cluster = Cluster.preset(preset, nodes=ranks // 8)
+                cluster = Cluster.sheet(preset, nodes=ranks // 8)
                 for method in _METHODS:
                     _measure(method, lengths, machine, cluster, shape, found, kept)
         rows += _rows(f"{name}, {ranks} ranks", found)
@@ -242,7 +242,7 @@ def times(repeats: int, progress: Progress) -> list[Row]:
     cells = [(ranks, source) for ranks in (64, 1024) for source in DISTRIBUTIONS]
     for ranks, source in progress.track(cells, description="time"):
         lengths = draw_batch(source, _TOKENS * ranks, np.random.default_rng(0))
-        cluster, aim = Cluster.preset(preset, nodes=ranks // 8), 20.0 if ranks == 64 else 100.0
+        cluster, aim = Cluster.sheet(preset, nodes=ranks // 8), 20.0 if ranks == 64 else 100.0
         for method in _OURS:
             plan = partial(plan_sequences, lengths, cluster, shape=shape, method=method)
             figure = milliseconds(plan, repeats)

@@ -23,7 +23,7 @@ RANKS = 4
 DOCUMENTS = [[12000], [6000, 6000], [4000] * 3, [2000] * 6]  # of each rank, as sampled
 TOKENS = [700, 120, 90, 60, 80, 60, 50, 40]  # of each expert
 LAYERS = [0.5] * 8 + [1.0] * 8  # cost; the first eight are frozen
-MACHINE = Cluster.preset("h100-8x400g").relabel(1, RANKS)
+MACHINE = Cluster.sheet("h100-8x400g").relabel(1, RANKS)
 COLORS = plt.get_cmap("tab20").colors  # type: ignore[attr-defined]
 
 Bar = tuple[float, float, float, int, bool]  # x, bottom, height, color, hatched
@@ -44,7 +44,7 @@ def _sequences() -> tuple[list[Bar], list[Bar]]:
     sampled = [(rank, length) for rank, lengths in enumerate(DOCUMENTS) for length in lengths]
     shape = AttentionShape(hidden=4096, heads=32, kv_heads=8, layers=32, ffn_hidden=14336)
     plan = plan_sequences(
-        [length for _, length in sampled], Cluster.preset("h100-8x400g").relabel(1, RANKS), shape=shape
+        [length for _, length in sampled], Cluster.sheet("h100-8x400g").relabel(1, RANKS), shape=shape
     )
     before = [(rank, number, float(causal_area([length])), False) for number, (rank, length) in enumerate(sampled)]
     after = sorted((s.rank, s.sequence, float(s.area), s.rank != sampled[s.sequence][0]) for s in plan.attention)

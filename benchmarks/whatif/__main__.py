@@ -116,7 +116,7 @@ def _sequence_planners(ranks: int, shape: AttentionShape, tokens: int, context: 
     """Time plans over all data-parallel ranks. tokens: of a sample. context: ranks that it is for."""
     random = np.random.default_rng(0)
     samples = [draw_batch("prolong", tokens, random) for _ in range(ranks // context)]
-    ends, cluster = np.cumsum([len(sample) for sample in samples]), Cluster.from_spec("h100-8x400g", ranks)
+    ends, cluster = np.cumsum([len(sample) for sample in samples]), Cluster.sheet("h100-8x400g").relabel(ranks // 8, 8)
     lengths = np.fromiter(chain.from_iterable(samples), np.int64, int(ends[-1]))
     one, plan = _timed(partial(plan_sequences, lengths, cluster, shape=shape), 1 + (ranks < 4096))
     grouped, areas = _timed(partial(_of_heaviest_group, lengths, ends, ranks, shape), 3)
@@ -131,7 +131,7 @@ def _other_planners(ranks: int) -> None:
     slots = ExpertConfig().replica_slots
     random, group = np.random.default_rng(0), min(ranks, 256)  # DeepSeek-V3 has 256 experts, a rank has at least one
     load = sampled_load(zipf_popularity(256, group, 2.0, random), group, 32768, random)
-    few, expert = Cluster.from_spec("h100-8x400g", group), ExpertShape(7168, 2048, 2)
+    few, expert = Cluster.sheet("h100-8x400g").relabel(group // 8, 8), ExpertShape(7168, 2048, 2)
     experts, _ = _timed(partial(plan_replicas, load, few, slots=slots, shape=expert, hidden_under=1e-3), 3)
     layers, _ = _timed(partial(plan_stages, np.linspace(1, 2, 128), 32), 3)
     print(f"{ranks:7,}{experts:12.1f}{layers:9.1f}", flush=True)
@@ -148,7 +148,7 @@ def _of_heaviest_group(lengths: np.ndarray, ends: np.ndarray, ranks: int, shape:
     heaviest = int(np.bincount(dealt, area).argmax())
     held = np.flatnonzero(dealt == heaviest)
     own = np.concatenate([lengths[start:end] for start, end in zip(starts[held], ends[held], strict=True)])
-    cluster = Cluster.from_spec("h100-8x400g", ranks // groups)
+    cluster = Cluster.sheet("h100-8x400g").relabel(ranks // groups // 8, 8)
     return plan_sequences(own, cluster, shape=shape).area
 
 

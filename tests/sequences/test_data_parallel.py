@@ -21,7 +21,7 @@ def _lengths(seed: int) -> np.ndarray:
 @pytest.mark.parametrize("seed", range(3))
 def test_each_sequence_is_in_one_micro_batch_of_one_rank(method, seed):
     lengths = _lengths(seed)
-    dealt = data_parallel._deal(lengths, RANKS, LIMIT, method, Cluster.preset("h200-8x400g").relabel(1, 1))
+    dealt = data_parallel._deal(lengths, RANKS, LIMIT, method, Cluster.sheet("h200-8x400g").relabel(1, 1))
     assert dealt.rank.shape == dealt.micro_batch.shape == lengths.shape
     assert {*dealt.rank} == set(range(RANKS)) and dealt.micro_batch.min() >= 0
     assert dealt.micro_batch.max() < dealt.micro_batches

@@ -24,7 +24,7 @@ def _samples(distribution: str, tokens: int) -> list[tuple[int, ...]]:
 def _choice(
     samples: list[tuple[int, ...]], ranks: int, data_ranks: int, machine: Cluster | None = None, **job
 ) -> DomainChoice:
-    machine = machine or Cluster.preset("h200-8x400g")
+    machine = machine or Cluster.sheet("h200-8x400g")
     every = ranks * data_ranks
     context, domain = machine.relabel(1, ranks), machine.relabel(max(1, every // 8), min(8, every))
     return choose_domain(DrawnSteps(samples, **job), context, domain, shape=SHAPE)
@@ -51,7 +51,7 @@ def test_documents_that_are_alike_stay_apart():
 
 
 def test_slow_links_between_nodes_keep_domains_narrow():
-    samples, fast = _samples("pretrain", LONG), Cluster.preset("h200-8x400g")
+    samples, fast = _samples("pretrain", LONG), Cluster.sheet("h200-8x400g")
     slow = Cluster(**{**vars(fast), "nic_bandwidth": fast.nic_bandwidth / 100})
     assert _choice(samples, 2, 32, fast, micro_batches=4).domain == "data"
     assert _choice(samples, 2, 32, slow, micro_batches=4).domain == "context"
@@ -83,7 +83,7 @@ def test_very_wide_domains_are_chosen_by_a_part_of_them():
 
 def test_groups_smaller_than_a_node_are_planned():
     """A rack of 72 GPUs is one node; a domain of two racks consists of groups of 36."""
-    machine = Cluster.preset("h200-8x400g").relabel(2, 72)
+    machine = Cluster.sheet("h200-8x400g").relabel(2, 72)
     steps = DrawnSteps(_samples("packed", LONG), micro_batches=4)
     found = choose_domain(steps, machine.relabel(1, 1), machine, shape=SHAPE)
     assert found.domain == "data" and found.data_seconds < 0.9 * found.context_seconds
@@ -92,7 +92,7 @@ def test_groups_smaller_than_a_node_are_planned():
 def test_what_cannot_be_chosen_by():
     with pytest.raises(ValueError, match="no samples"):
         _choice([], 2, 4)
-    machine = Cluster.preset("h200-8x400g")
+    machine = Cluster.sheet("h200-8x400g")
     with pytest.raises(ValueError, match="6 ranks are no multiple of 4"):
         choose_domain(DrawnSteps([(64,)]), machine.relabel(1, 4), machine.relabel(1, 6), shape=SHAPE)
 

@@ -187,7 +187,7 @@ DEEPSEEK = AttentionShape(7168, 128, 128, 61, 18432, head_size=192, value_size=1
 
 def test_the_cost_model_counts_latents() -> None:
     """They are less to send than keys and values, and every rank that receives them projects them."""
-    nodes = Cluster.preset("h200-8x400g").relabel(4, 8)
+    nodes = Cluster.sheet("h200-8x400g").relabel(4, 8)
     plan = plan_sequences([65536, 20000, 3000, 500], nodes, shape=DEEPSEEK)
     latents, keys = (step_cost(plan, nodes, shape) for shape in (DEEPSEEK, replace(DEEPSEEK, latent=None)))
     assert latents.exchange < keys.exchange / 10 and latents.attention > keys.attention

@@ -28,7 +28,7 @@ LENGTHS = st.lists(st.one_of(st.integers(1, 40), st.integers(1, 900), st.integer
 
 
 def ranks(number: int) -> Cluster:
-    return Cluster.preset("h200-8x400g").relabel(1, number)
+    return Cluster.sheet("h200-8x400g").relabel(1, number)
 
 
 @settings(max_examples=60)

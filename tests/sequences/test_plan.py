@@ -54,7 +54,7 @@ def nodes_of(nodes: int, ranks: int, nics: int = 1) -> Cluster:
 
 
 def a800(ranks: int) -> Cluster:
-    return replace(Cluster.preset("a800-4x200g", nodes=ranks // 8), **NO_LATENCY)
+    return replace(Cluster.sheet("a800-4x200g", nodes=ranks // 8), **NO_LATENCY)
 
 
 def fullest(values: np.ndarray) -> float:
@@ -367,7 +367,7 @@ def test_a_ring_goes_at_the_pace_of_its_largest_share():
     assert exchange(400, 2000, 600, 1000) == pytest.approx(3 * 4 * 2 * block)
 
 
-H200 = {8: Cluster.preset("h200-8x400g"), 16: Cluster.preset("h200-8x400g", nodes=2)}
+H200 = {8: Cluster.sheet("h200-8x400g"), 16: Cluster.sheet("h200-8x400g", nodes=2)}
 MODEL = AttentionShape(4096, 32, 4, 32, 14336)
 
 

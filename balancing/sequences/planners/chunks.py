@@ -29,7 +29,7 @@ from balancing.sequences.load import TILE
 from balancing.sequences.planners.dealing import TOLERANCE, Piece, deal, joined, piece_area
 from balancing.sequences.sequence_plan import AttentionShape, Shard
 
-__all__ = ["balanced_chunks"]
+__all__ = ["balanced_chunks", "dealt_again"]
 
 _MOST_NODES = 32  # for which several distributions are tried; with more a plan would take longer than 100 ms
 _MOST_SPREADS = 12  # sequences whose beginning is spread, counted again if one is spread anew
@@ -75,6 +75,27 @@ def balanced_chunks(
         ]
         for distribution in ([first] if by_node is first else [first, by_node])
     ]
+
+
+def dealt_again(
+    shards: Sequence[Shard], quotas: Sequence[int], cluster: Cluster, extra: Sequence[float], *, chunk: int
+) -> list[Shard]:
+    """The layout with the tokens of each node distributed over its ranks again, so that area and `extra` are equal.
+
+    shards: a layout with quotas[rank] tokens on each rank.
+    quotas, cluster, chunk: as in `balanced_chunks`.
+    extra: of each rank, query-key pairs that cost as much as what a rank computes besides its area.
+    """
+    pieces: list[list[Piece]] = [[] for _ in range(-(-len(quotas) // cluster.ranks_per_node))]
+    for sequence, start, stop, rank in shards:
+        pieces[rank // cluster.ranks_per_node].append((sequence, start, stop))
+    found: list[Shard] = []
+    for node, own in enumerate(pieces):
+        ranks = range(node * cluster.ranks_per_node, min((node + 1) * cluster.ranks_per_node, len(quotas)))
+        of_ranks, beside = [quotas[rank] for rank in ranks], [extra[rank] for rank in ranks]
+        for rank, dealt in zip(ranks, deal(joined(own), of_ranks, chunk, extra=beside), strict=True):
+            found += [Shard(*piece, rank) for piece in dealt]
+    return found
 
 
 def _quickest(

@@ -25,7 +25,11 @@ Piece = tuple[int, int, int]  # sequence, start, stop
 
 
 def deal(
-    pieces: Sequence[Piece], quotas: Sequence[int], chunk: int, given: Sequence[Sequence[Piece]] | None = None
+    pieces: Sequence[Piece],
+    quotas: Sequence[int],
+    chunk: int,
+    given: Sequence[Sequence[Piece]] | None = None,
+    extra: Sequence[float] | None = None,
 ) -> list[list[Piece]]:
     """Pieces of each bucket: quotas[i] tokens in bucket i, and the same share of the area as of the tokens.
 
@@ -36,17 +40,21 @@ def deal(
     chunk: as in `planners.chunks`.
     given: pieces that each bucket has already, not among `pieces`; they count for its tokens and area. Areas may come
         out unequal if these pieces do not fit together.
+    extra: area that each bucket counts besides that of its pieces. Sums may come out unequal if it is large.
     """
     held: Sequence[Sequence[Piece]] = [()] * len(quotas) if given is None else given
     pool = _Pool(pieces)
-    tokens, area = sum(quotas), sum(map(piece_area, [*pieces, *chain.from_iterable(held)]))
+    tokens = sum(quotas)
+    area: float = sum(map(piece_area, [*pieces, *chain.from_iterable(held)]))
+    counted: Sequence[float] = [0] * len(quotas) if extra is None else extra
+    area += sum(counted)
     dealt: list[list[Piece]] = []
-    for quota, own in zip(quotas, held, strict=True):
+    for quota, own, beside in zip(quotas, held, counted, strict=True):
         missing = quota - sum(stop - start for _, start, stop in own)
-        share = area * quota / tokens - sum(map(piece_area, own)) if quota else 0.0
+        share = area * quota / tokens - sum(map(piece_area, own)) - beside if quota else 0.0
         filled = joined([*own, *_fill(pool, missing, share, chunk)])
         tokens -= quota
-        area -= sum(map(piece_area, filled))
+        area -= sum(map(piece_area, filled)) + beside
         dealt.append(filled)
     assert not pool.cut and pool.low == pool.high, "pieces are left over"
     return dealt
