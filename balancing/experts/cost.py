@@ -5,6 +5,9 @@ Real clusters have two: the ranks of a node communicate over NVLink or PCIe, and
 ranks may share. Here an all-to-all is a table of bytes from rank to rank. It takes as long as its busiest link; within
 one node of equal links that is the paper's model.
 
+With measured rates (`Cluster.rates`) a rank's experts take as long as its tokens and some more rows for each expert
+that it computes, homes and replicas alike, or as long as the host needs to start the products of each.
+
 A layer takes four all-to-alls (two forward, two backward), expert compute forward and twice that backward, and the
 exposed part of the replicas' transfers: weights out (Trans) and gradients back (Agg). Hidden transfers cost time, too:
 a transfer and an all-to-all that use a link at the same time each get half of its bandwidth.
@@ -28,6 +31,9 @@ __all__ = [
     "layer_cost",
     "with_transfers",
 ]
+
+
+_PRODUCTS = 2  # of an expert, forward
 
 
 @dataclass(frozen=True)
@@ -66,7 +72,18 @@ class ExpertShape:
 
     def forward_seconds(self, cluster: Cluster) -> float:
         """Seconds of forward compute for one token on one rank. Backward takes twice as long."""
-        return 2 * self.parameters / cluster.flops
+        return 2 * self.parameters / (cluster.flops if cluster.rates is None else cluster.rates.grouped.flops)
+
+    def rank_seconds(self, tokens: Any, experts: Any, cluster: Cluster) -> Any:
+        """Seconds of a rank's forward compute; numbers, or arrays of one shape. Backward takes twice as long.
+
+        tokens: that the rank computes.
+        experts: number of experts that it computes them with.
+        """
+        if cluster.rates is None:
+            return tokens * self.forward_seconds(cluster)
+        device = cluster.rates.grouped.seconds(tokens, experts, 2 * self.parameters)
+        return np.maximum(device, _PRODUCTS * experts * cluster.rates.group_seconds)
 
 
 @dataclass(frozen=True)
@@ -132,7 +149,12 @@ def layer_cost(
     shape: size of an expert.
     window: the compute that overlaps the transfers.
     """
-    forward = int(tokens.sum(0).max()) * shape.forward_seconds(cluster)
+    computed = tokens.sum(0)
+    if cluster.rates is None:
+        forward = int(computed.max()) * shape.forward_seconds(cluster)
+    else:
+        experts = placement.homes_per_rank + (placement.slot_expert >= 0).sum(1)
+        forward = float(shape.rank_seconds(computed, experts, cluster).max())
     all_to_all = exchange_seconds(tokens * float(shape.hidden * shape.bytes_per_parameter), cluster)
     return with_transfers(all_to_all, forward, copy_seconds(placement, cluster), shape, window)
 
@@ -195,7 +217,7 @@ def break_even_tokens(
     micro_batches: int = 1,
 ) -> float:
     """Tokens of a micro-batch that a replica must serve so that it saves as many seconds of compute as its exposed
-    transfers take.
+    transfers take, and, with measured rates, as the rank of the replica needs for one more expert.
 
     cluster: compute and link speeds.
     shape: size of an expert.
@@ -204,7 +226,8 @@ def break_even_tokens(
     sends: how often weights are sent; by default twice in training (shared slots are filled again for the backward
         pass), else once.
     hidden_under: seconds of forward compute that overlap this replica's transfers, twice that backward; 0 for exposed
-        transfers. The replicas of a rank share this time. The result is 0 if the transfers fit into this time.
+        transfers. The replicas of a rank share this time. With one rate, the result is 0 if the transfers fit into
+        this time.
     micro_batches: number of micro-batches that one transfer serves.
     """
     sends = (2 if backward else 1) if sends is None else sends
@@ -212,4 +235,5 @@ def break_even_tokens(
     copied = sends * shape.weight_bytes + (shape.parameters * shape.gradient_bytes if backward else 0)
     window = hidden_under * (3 if backward else 1)
     saved = (3 if backward else 1) * micro_batches * shape.forward_seconds(cluster)
-    return max(0.0, copied / bandwidth - window) / saved
+    rows = 0.0 if cluster.rates is None else cluster.rates.grouped.group
+    return max(0.0, copied / bandwidth - window) / saved + rows

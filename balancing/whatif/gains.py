@@ -133,6 +133,7 @@ def expert_loads(model: StepModel, routing: str | LoadTrace, generator: np.rando
     level = np.full((ranks, ranks), per_rank / ranks)
     table = shape.hidden * shape.bytes_per_parameter
     level_exchange = exchange_seconds(level * table, cluster)
+    level_forward = shape.rank_seconds(float(per_rank), experts // ranks, cluster)
     seconds: list[tuple[tuple[float, float], tuple[float, float]]] = []
     before: list[float] = []
     after: list[float] = []
@@ -150,7 +151,7 @@ def expert_loads(model: StepModel, routing: str | LoadTrace, generator: np.rando
             busiest = sent.sum(0).max() / sent.sum(0).mean()
             exchange = model.exchange_seconds() * cost.all_to_all / level_exchange
             extra = (cost.exposed + cost.slowed / job.micro_batches) / 3  # a third of it forward
-            compute = model.expert_compute() * busiest + extra
+            compute = model.expert_compute() * cost.forward / level_forward + extra
             found.append((compute + 2 * exchange, 2 * compute + 2 * exchange))
             imbalances.append(float(busiest))
         # The balancer's gate makes no replicas in a layer that would not gain.

@@ -1,6 +1,6 @@
 """Workload of the emulated experts: machine, model sizes and loads, and their scale.
 
-The model has nodes with A800s, two to a NIC of 200 Gbit/s (`Cluster.preset("a800-4x200g")`), experts of Mixtral 8x7B's
+The model has nodes with A800s, two to a NIC of 200 Gbit/s (`Cluster.sheet("a800-4x200g")`), experts of Mixtral 8x7B's
 size, 8192 tokens a rank and micro-batch, top-2, and attention with four square projections. The emulation has
 
 - fewer bytes: one token stands for 32, with 64 float32 values for 32 x 4096 bf16 values. That is a factor of 1024;
@@ -61,7 +61,7 @@ class Scale:
     @property
     def cluster(self) -> Cluster:
         """The part of two modelled nodes that the ranks use."""
-        return Cluster.preset("a800-4x200g").relabel(2, self.ranks // 2)
+        return Cluster.sheet("a800-4x200g").relabel(2, self.ranks // 2)
 
     @property
     def assignments(self) -> int:

@@ -155,7 +155,7 @@ def _predictions(loads: np.ndarray) -> Iterator[tuple[int, dict[str, np.ndarray]
 def evaluate(loads: np.ndarray) -> dict[str, tuple[float, float, float, float]]:
     """Of each method: busiest rank over the mean, mean and 99th percentile, after replicas planned from its prediction;
     total variation between prediction and load; replicas a rank that were not there a micro-batch before."""
-    cluster, slots = Cluster.preset("h100-8x400g").relabel(1, RANKS), ExpertConfig().replica_slots
+    cluster, slots = Cluster.sheet("h100-8x400g").relabel(1, RANKS), ExpertConfig().replica_slots
     fullest, apart, sent = ({name: [] for name in METHODS} for _ in range(3))
     placed: dict[tuple[str, int], set[tuple[int, int]]] = {}
     for layer, found in _predictions(loads):

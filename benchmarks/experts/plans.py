@@ -293,7 +293,7 @@ def _on_gpu(placement: ReplicaPlacement, load: torch.Tensor, repeats: int) -> fl
 
 
 def _cluster(ranks: int) -> Cluster:
-    return Cluster.preset(_CLUSTER).relabel(-(-ranks // 8), min(8, ranks))
+    return Cluster.sheet(_CLUSTER).relabel(-(-ranks // 8), min(8, ranks))
 
 
 def _slots(number: int) -> str:

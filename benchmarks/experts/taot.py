@@ -53,7 +53,7 @@ def _within(load: np.ndarray, cluster: Cluster, slots: int, most: int) -> Replic
 
 def compare(ranks: int, percent: int, draw: Callable, draws: int) -> dict[str, tuple[float, float, float]]:
     """Mean replicas inside nodes and between nodes, and points left: of as many as TAOT's, the fewest, and quota."""
-    cluster = Cluster.preset("h100-8x400g").relabel(ranks // _PER_NODE, _PER_NODE)
+    cluster = Cluster.sheet("h100-8x400g").relabel(ranks // _PER_NODE, _PER_NODE)
     slots = ExpertConfig().replica_slots
     rows: dict[str, list[tuple[float, float, float]]] = {}
     for number in range(draws):

@@ -80,7 +80,7 @@ def draw(workload: str, ranks: int, experts: int, seed: int, step: int) -> np.nd
 def compare(workload: str, ranks: int, experts: int, steps: int) -> dict[str, tuple[float, float, float]]:
     """Mean and largest max / mean over steps, and mean weighted transfers: without replicas, planned from the step
     before by each peer and by `quota`, which places none without a gain, and by this one from the step itself."""
-    cluster = Cluster.preset("h100-8x400g").relabel(-(-ranks // 8), min(8, ranks))
+    cluster = Cluster.sheet("h100-8x400g").relabel(-(-ranks // 8), min(8, ranks))
     slots = ExpertConfig().replica_slots
     found: dict[str, list[tuple[float, int]]] = {name: [] for name in ("none", *_PEERS, "quota", "known")}
     for step in range(1, steps + 1):

@@ -12,7 +12,7 @@ from benchmarks.experts.taot import PUBLISHED, compare
 
 
 def machine(nodes: int, per_node: int) -> Cluster:
-    return Cluster.preset("h100-8x400g").relabel(nodes, per_node)
+    return Cluster.sheet("h100-8x400g").relabel(nodes, per_node)
 
 
 def load_of(ranks: list[int], experts_of_rank: int = 2) -> np.ndarray:

@@ -34,7 +34,7 @@ def test_the_predicted_cost_never_grows(seed, monkeypatch):
     """Against the same planner without these placements, over machines, loads and numbers of micro-batches."""
     draw = np.random.default_rng(seed)
     nodes, per_node = int(draw.integers(1, 5)), int(draw.choice([2, 4, 8]))
-    cluster = Cluster.preset(["h100-8x400g", "a800-4x200g"][seed % 2]).relabel(nodes, per_node)
+    cluster = Cluster.sheet(["h100-8x400g", "a800-4x200g"][seed % 2]).relabel(nodes, per_node)
     ranks, experts = nodes * per_node, nodes * per_node * int(draw.integers(1, 5))
     popularity = zipf_popularity(experts, ranks, float(draw.uniform(1, min(3.0, 0.9 * ranks))), draw)
     load = sampled_load(popularity, ranks, int(draw.integers(100, 60000)), draw)
@@ -62,7 +62,7 @@ def test_tokens_stay_in_their_node_where_a_transfer_serves_many_micro_batches():
 
 
 def test_where_all_ranks_share_a_node_nothing_changes(monkeypatch):
-    cluster = Cluster.preset("h100-8x400g").relabel(1, 8)
+    cluster = Cluster.sheet("h100-8x400g").relabel(1, 8)
     draw = np.random.default_rng(0)
     load = sampled_load(zipf_popularity(16, 8, 2.0, draw), 8, 4096, draw)
     plan = plan_replicas(load, cluster, slots=2, shape=SHAPE, hidden_under=1e-3, micro_batches=8)

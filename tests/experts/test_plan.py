@@ -22,7 +22,7 @@ from benchmarks.baselines.experts import METHODS, plan_replicas
 from benchmarks.experts.synthetic import drifted, sampled_load, zipf_popularity
 
 quick = settings(max_examples=60)
-H200 = Cluster.preset("h200-8x400g", nodes=8)
+H200 = Cluster.sheet("h200-8x400g", nodes=8)
 SHAPE = ExpertShape(4096, 1536, 2)
 
 

@@ -127,7 +127,7 @@ class TestCosts:
     @pytest.mark.parametrize("costs", [{"hidden_under": 1e-3, "micro_batches": 4}, {"hidden_under": 1e-4}, {}])
     def test_a_level_load_that_will_drift_gets_replicas(self, costs):
         """They are planned from the even load, and none would be the cheapest under it."""
-        cluster, window, figures = Cluster.preset("h200-8x400g").relabel(8, 8), TransferWindow(**costs), []
+        cluster, window, figures = Cluster.sheet("h200-8x400g").relabel(8, 8), TransferWindow(**costs), []
         options = {"slots": 2, "shape": ExpertShape(2048, 1408, 2), **costs}
         even = np.full(256, 1 / 256)
         for seed in range(1, 5):
@@ -143,7 +143,7 @@ class TestCosts:
 
     def test_the_smallest_drift_does_not_pay_for_exposed_transfers(self):
         """Full slots would cost 8 % of the layer, and save less than 1 %."""
-        cluster, load = Cluster.preset("h200-8x400g").relabel(8, 8), np.full((64, 256), 256)
+        cluster, load = Cluster.sheet("h200-8x400g").relabel(8, 8), np.full((64, 256), 256)
         options = {"slots": 2, "shape": ExpertShape(2048, 1408, 2)}
         assert plan_replicas(load, cluster, drift=0.002, **options).replicas == 0
 
@@ -151,7 +151,7 @@ class TestCosts:
     def test_a_known_drift_never_costs_more(self, seed):
         """By exact splits of the loads that stand for the drift, on few ranks, where transfers are hardly hidden."""
         draw = np.random.default_rng(seed)
-        cluster = Cluster.preset("a800-4x200g").relabel(int(draw.integers(1, 3)), 4)
+        cluster = Cluster.sheet("a800-4x200g").relabel(int(draw.integers(1, 3)), 4)
         costs = {"hidden_under": [None, 1e-4, 1e-3][seed % 3], "first": seed % 2 == 0, "micro_batches": 1 + seed % 4}
         options = {"slots": 2, "shape": SHAPE, **costs}
         ranks, drift = cluster.world_size, float(draw.uniform(0.01, 0.2))

@@ -73,7 +73,7 @@ def _planner(dispatcher: str = "alltoall", machine: Any = None) -> Any:
     from megatron.balanced.shared.job import Job
 
     model = SimpleNamespace(moe_token_dispatcher_type=dispatcher, cuda_graph_impl="transformer_engine")
-    cluster = Cluster.preset("h200-8x400g").relabel(1, 2)
+    cluster = Cluster.sheet("h200-8x400g").relabel(1, 2)
     return ReplicaPlanner(Job(32, 1, 5), model, ExpertConfig(), machine, cluster, False)
 
 

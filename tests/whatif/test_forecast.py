@@ -65,13 +65,14 @@ def test_even_routing_gains_what_was_published():
     assert len(rows) == 3
     for row in rows:
         assert abs(row.error) < 0.15, row
-        assert row.balanced == pytest.approx(row.even, rel=0.01) and row.imbalance[1] < 1.05, row
+        # Tokens come out even, and each replica costs its rank the rows of one more group.
+        assert 0.99 * row.even <= row.balanced <= 1.02 * row.even and row.imbalance[1] < 1.05, row
 
 
 def test_a_hot_rank_takes_longer_by_all_that_it_receives():
     """Exchanges, products, activation and sorting of tokens; a host that is slower than the device hides it."""
     job = read_flags(EXPERTS.split()).on(8)
-    model = StepModel(job, Cluster.from_spec("h100-8x400g", 8))
+    model = StepModel(job, Cluster.sheet("h100-8x400g"))
     counts = np.full((2, 8, 1, 1, 32), 512)
     counts[..., :4] *= 3  # the first rank's experts: 3 / 1.25 times the mean, within one node
     trace = LoadTrace(counts, np.arange(2), np.arange(1))

@@ -67,7 +67,11 @@ class CostEstimate:
         counted = np.bincount(in_node.reshape(-1), minlength=plans * self._nodes * columns)
         number = counted.reshape(plans, self._nodes, columns)
         served = self._served(held + plan * columns, number.sum(1))
-        forward = served.sum(1).max(1) * self._shape.forward_seconds(self._cluster)
+        if self._cluster.rates is None:
+            forward = served.sum(1).max(1) * self._shape.forward_seconds(self._cluster)
+        else:
+            computed = len(self._homes) + (slots >= 0).sum(2)  # experts, [placement, rank]
+            forward = self._shape.rank_seconds(served.sum(1), computed, self._cluster).max(1)
         exchange = self._exchange(held, in_node, served) * (self._shape.hidden * self._shape.bytes_per_parameter)
         return np.stack([exchange, forward, self._copied(replicas, in_node, number)])
 
