@@ -9,6 +9,11 @@ All ranks multiply at the same time, as in training, so the figure includes the 
 clocks. Bandwidth is one direction between one pair of ranks while the other ranks are idle. Bandwidths that these ranks
 cannot measure are written as null and printed as not measured. Latencies that they cannot measure keep their defaults;
 the output names those that were measured.
+
+Rates by length (`balancing.cluster.rates`) are those of the first rank. Attention runs through PyTorch's
+scaled_dot_product_attention on documents of one length, with each backend that the device has, and grouped products
+through torch._grouped_mm, on a CPU through one product after another. What an operation of the engine of sequences
+costs the host is not measured here: it stays that of `presets.H100`. The GPU's part has not run on a GPU.
 """
 
 import argparse
@@ -16,7 +21,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -24,21 +29,52 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from balancing.cluster import PRESETS, Cluster
+from balancing.cluster.presets import H100
+from balancing.cluster.rates import AttentionPoint, KernelPoints, Rates, attention_curve, causal_pairs
 from balancing.command_line import Parser, whole_number
 from balancing.files import check_output
 from balancing.launch import detect_launch, detect_nics, host_memory
 
-__all__ = ["launch_latency", "main", "matmul_rate", "measure", "message_latency", "pair_bandwidth"]
+__all__ = [
+    "launch_latency",
+    "main",
+    "matmul_rate",
+    "measure",
+    "measure_rates",
+    "message_latency",
+    "pair_bandwidth",
+]
 
 _TIMEOUT = timedelta(minutes=2)  # of each wait; the whole measurement takes seconds
 _REPEATS = 7
 _PAIR_REPEATS = 5
 _LAUNCHES, _MESSAGES = 200, 50  # a latency is the mean of as many
 _LONG_ENOUGH = 0.1  # seconds of one transfer: far above latency, and longer than the burst that a shaped NIC permits
+
+
+class _Sizes(NamedTuple):
+    """What is measured for `Rates`. documents: tokens of a document. rows: of a group. heads, head: of attention.
+    width: of products. copied: bytes."""
+
+    documents: tuple[int, ...]
+    rows: tuple[int, ...]
+    heads: int
+    head: int
+    width: int
+    copied: int
+    dtype: torch.dtype
+
+
+_ON_CUDA = _Sizes((128, 512, 2048, 8192, 32768), (512, 2048, 8192), 32, 128, 4096, 2**28, torch.bfloat16)
+_ON_CPU = _Sizes((128, 512, 2048), (32, 128, 512), 2, 64, 256, 2**24, torch.float32)
+_BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+_GROUPS = 16  # whose products are started one by one
 
 
 class _Rank(NamedTuple):
@@ -86,6 +122,107 @@ def launch_latency(device: torch.device) -> tuple[float, float]:
         torch.cuda.synchronize(device)
         of_device.append(begin.elapsed_time(end) / 1e3 / _LAUNCHES)
     return statistics.median(of_device), statistics.median(of_host)
+
+
+def measure_rates(device: torch.device) -> Rates:
+    """Rates of this device by length and by rows.
+
+    A longer document counts as at least as fast as a shorter one. Raises RuntimeError if no attention backend runs.
+    """
+    sizes = _ON_CUDA if device.type == "cuda" else _ON_CPU
+    kernels, errors = [], []
+    for name, backend in _BACKENDS.items():
+        if device.type != "cuda" and backend != SDPBackend.FLASH_ATTENTION:
+            continue
+        try:
+            kernels.append((name, _attention_points(backend, sizes, device)))
+        except RuntimeError as error:
+            errors.append(f"{name}: {str(error).strip().splitlines()[0]}")
+    if not kernels:
+        raise RuntimeError(f"no backend of attention runs on {device}: {'; '.join(errors)}")
+    products = _rising([(rows, _grouped_rate(rows, sizes, device)) for rows in sizes.rows])
+    payload, target = (torch.ones(sizes.copied, dtype=torch.uint8, device=device) for _ in range(2))
+    return Rates(
+        kernel=kernels[0][0],
+        attention=tuple(kernels),
+        products=tuple(products),
+        operation_seconds=H100.operation_seconds,
+        post_seconds=H100.post_seconds,
+        group_seconds=_started_seconds(sizes, device),
+        copy_bandwidth=sizes.copied / _median(lambda: target.copy_(payload), device),
+        source=f"{device.type}, torch {torch.__version__}; operation_seconds and post_seconds: {H100.source}",
+    )
+
+
+def _attention_points(backend: SDPBackend, sizes: _Sizes, device: torch.device) -> KernelPoints:
+    forward, backward = [], []
+    for tokens in sizes.documents:
+        shape = (sizes.documents[-1] // tokens, sizes.heads, tokens, sizes.head)
+        q, k, v = (torch.randn(shape, device=device, dtype=sizes.dtype, requires_grad=True) for _ in range(3))
+        flops = 4.0 * shape[0] * shape[1] * shape[3] * causal_pairs(tokens, tokens)
+
+        def attend(q: torch.Tensor = q, k: torch.Tensor = k, v: torch.Tensor = v) -> torch.Tensor:
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+        out = attend()
+
+        def back(out: torch.Tensor = out, inputs: tuple[torch.Tensor, ...] = (q, k, v)) -> None:
+            torch.autograd.grad(out, inputs, out.detach(), retain_graph=True)
+
+        forward.append((tokens, flops / _median(attend, device)))
+        backward.append((tokens, 2.5 * flops / _median(back, device)))
+    return KernelPoints(
+        *(
+            tuple(AttentionPoint(tokens, tokens, rate) for tokens, rate in _rising(found))
+            for found in (forward, backward)
+        )
+    )
+
+
+def _grouped_rate(rows: int, sizes: _Sizes, device: torch.device) -> float:
+    """FLOP/s of products of groups of `rows` rows, forward."""
+    groups, width = sizes.rows[-1] // rows, sizes.width
+    inputs = torch.randn(groups * rows, width, device=device).to(sizes.dtype)
+    weights = torch.randn(groups, width, width, device=device).to(sizes.dtype)
+    ends = torch.arange(1, groups + 1, device=device, dtype=torch.int32) * rows
+    if device.type == "cuda" and hasattr(torch, "_grouped_mm"):
+        seconds = _median(lambda: torch._grouped_mm(inputs, weights, offs=ends), device)
+    else:
+        parts = inputs.split(rows)
+        seconds = _median(lambda: [part @ weight for part, weight in zip(parts, weights, strict=True)], device)
+    return 2.0 * groups * rows * width**2 / seconds
+
+
+def _started_seconds(sizes: _Sizes, device: torch.device) -> float:
+    """Seconds of the host to start one small product from Python, of three: forward, and two of the backward pass."""
+    inputs = torch.randn(_GROUPS, 16, sizes.head, device=device, requires_grad=True)
+    weights = torch.randn(_GROUPS, sizes.head, sizes.head, device=device, requires_grad=True)
+
+    def products() -> None:
+        found = [part @ weight for part, weight in zip(inputs, weights, strict=True)]
+        torch.autograd.grad(torch.stack(found).sum(), (inputs, weights))
+
+    return _median(products, device) / (3 * _GROUPS)
+
+
+def _median(action: Callable[[], object], device: torch.device) -> float:
+    """Seconds of an action, the median of repeats; the first two set up libraries and clocks."""
+    seconds = []
+    for _ in range(_REPEATS + 2):
+        begin = _now(device)
+        action()
+        seconds.append(_now(device) - begin)
+    return statistics.median(seconds[2:])
+
+
+def _rising(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    """The points with each rate at least that of the point before: noise of the machine makes some fall."""
+    best, found = 0.0, []
+    for length, rate in points:
+        best = max(best, rate)
+        found.append((length, best))
+    return found
 
 
 def message_latency(sender: int, receiver: int, device: torch.device) -> float:
@@ -198,6 +335,7 @@ def measure(device: torch.device) -> tuple[Cluster, dict[str, str]]:
         nic_bandwidth=between,
         flops=statistics.median(rates),
         memory=min(_gather(memory)),
+        rates=_gather(measure_rates(device))[0],
         **latencies,
     )
     spread = f"slowest rank {_quantity(min(rates), 'FLOP/s')}, fastest {_quantity(max(rates), 'FLOP/s')}"
@@ -312,6 +450,26 @@ def _quantity(value: float, unit: str) -> str:
     return f"{value:.0f} {unit}"
 
 
+def _of_rates(cluster: Cluster) -> list[tuple[str, str]]:
+    if cluster.rates is None:
+        return [("rates by length", "none: one rate for all")]
+    rates, lines = cluster.rates, []
+    for name, points in rates.attention:
+        for way in ("forward", "backward"):
+            curve = attention_curve(getattr(points, way))
+            row = f"a row costs {curve.row:.0f} more keys, a piece {curve.piece:.0f} more pairs"
+            lines.append((f"attention, {name}, {way}", f"{_quantity(curve.flops, 'FLOP/s')}; {row}"))
+    grouped = f"{_quantity(rates.grouped.flops, 'FLOP/s')}; a group costs {rates.grouped.group:.0f} more rows"
+    host = f"{rates.operation_seconds * 1e6:.0f} us, a message {rates.post_seconds * 1e6:.0f} us"
+    return [
+        *lines,
+        ("grouped products", f"{grouped}, and the host {rates.group_seconds * 1e6:.0f} us"),
+        ("host, engine's operation", host),
+        ("copies", _quantity(rates.copy_bandwidth, "B/s")),
+        ("rates are", ("measured: " if rates.measured else "not measured here: ") + rates.source),
+    ]
+
+
 def _print(cluster: Cluster, about: dict[str, str]) -> None:
     def bandwidth(value: float, missing: str) -> str:
         return f"not measured ({missing})" if value == math.inf else _quantity(value, "B/s")
@@ -331,6 +489,9 @@ def _print(cluster: Cluster, about: dict[str, str]) -> None:
         ("host operation", cluster.host_seconds),
     ):
         table.add_row(name, f"{value * 1e6:.1f} us")
+    table.add_section()
+    for line in _of_rates(cluster):
+        table.add_row(*line)
     table.add_section()
     for key, text in about.items():
         table.add_row(key, text)

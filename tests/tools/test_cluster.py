@@ -356,6 +356,15 @@ def test_one_process_measures_itself_and_guesses_nothing(tmp_path, capsys, monke
     assert (cluster.nodes, cluster.ranks_per_node) == (1, 1)
     assert cluster.flops == pytest.approx(2 * 1024**3 / 0.01)
     assert cluster.memory == host_memory()
+    rates = cluster.rates
+    assert rates.measured and rates.kernel == "flash" and [name for name, _ in rates.attention] == ["flash"]
+    pairs = 2048 * 2049 / 2
+    assert rates.attention[0][1].forward[-1] == (2048, 2048, pytest.approx(4 * 2 * 64 * pairs / 0.01))
+    assert rates.attention[0][1].backward[-1].flops == pytest.approx(2.5 * 4 * 2 * 64 * pairs / 0.01)
+    assert [rows for rows, _ in rates.products] == [32, 128, 512]
+    assert all(flops == pytest.approx(2 * 512 * 256**2 / 0.01) for _, flops in rates.products)
+    assert rates.copy_bandwidth == pytest.approx(2**24 / 0.01) and rates.group_seconds == pytest.approx(0.01 / 48)
+    assert "operation_seconds and post_seconds: one H100" in rates.source, "these are not measured here"
     with pytest.raises(ValueError, match="nic_bandwidth is not known"):
         Cluster.from_spec(str(path), 2)
 
