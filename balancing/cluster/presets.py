@@ -2,7 +2,7 @@
 
 Measured on 2026-11-26 on one NVIDIA H100 80GB HBM3, driver 580.159.04, torch 2.11.0, cuDNN 9.19, Transformer Engine
 2.20.2, commit 7c0c1ac, bf16, head size 128, 32 heads and 8 key heads, 64k tokens a call (32k with one document)
-(benchmarks/log/2026-11-26-one-h100.md). `python -m benchmarks.costs` sets all measured rows beside these rates.
+(benchmarks/log/h100.md). `python -m benchmarks.costs` sets all measured rows beside these rates.
 
 - flash: FlashAttention 2 of torch, which `balancing.sequences.engine` calls.
 - cudnn: cuDNN's fused attention over packed documents, as Transformer Engine calls it.

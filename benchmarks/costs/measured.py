@@ -1,0 +1,98 @@
+"""Measured rows of one H100 (benchmarks/log/h100.md) beside the rates that planners read.
+
+Curves are fitted again on half of the points and shown on the other half; `balancing.cluster.presets` has those of all
+whole documents. A packed call of documents of several lengths is in no fit.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from balancing.cluster import Cluster
+from balancing.cluster.presets import H100
+from balancing.cluster.rates import (
+    AttentionCurve,
+    AttentionPoint,
+    attention_curve,
+    causal_pairs,
+    product_curve,
+    product_rate,
+    tile_pairs,
+)
+from balancing.sequences import AttentionShape, plan_sequences
+from balancing.sequences.rounds import SMALLEST_TURNS, what_is_asked
+from balancing.sequences.traffic import plan_links
+
+__all__ = ["Point", "host_points", "points"]
+
+_MIX = (32768, *[8192] * 2, *[4096] * 2, *[1024] * 8)
+# TFLOP/s, forward and backward, 32 heads of 128 and 8 key heads, but with one document of 16k: 32 key heads.
+_ATTENTION: dict[str, dict[tuple[int, ...], tuple[float, float]]] = {
+    "flash": {
+        (128,) * 512: (53.5, 37.5), (1024,) * 64: (192.2, 177.3), (8192,) * 8: (337.2, 297.4),
+        (16384,): (326.6, 311.7), (32768,): (352.9, 314.4), _MIX: (351.8, 314.2),
+    },
+    "cudnn": {
+        (128,) * 512: (53.5, 38.5), (1024,) * 64: (340.0, 237.6), (8192,) * 8: (520.4, 467.1),
+        (16384,): (520.5, 473.9), (32768,): (543.4, 507.6), _MIX: (470.5, 528.4),
+    },
+}  # fmt: skip
+_FITTED = (128, 1024, 32768)  # tokens of the documents of the points that are fitted
+_FITTED_ROWS = (1820, 2731, 8192)
+# Milliseconds of the host for one layer on the first of 8 ranks, forward and backward, messages stubbed.
+_HOST = {"zones": 8.6, "ring": 8.5, "chunks": 14.3, "gather": 18.9}
+_FITTED_HOST = ("zones", "ring")
+
+
+class Point(NamedTuple):
+    """A measured figure and that of the table.
+
+    what: is measured. fitted: whether the half that is fitted has it.
+    measured, half, table: in one unit, as measured, by the curve of half of the points, and by the table of presets.
+    """
+
+    what: str
+    fitted: bool
+    measured: float
+    half: float
+    table: float
+
+
+def points() -> Iterator[Point]:
+    """Attention and grouped products, in TFLOP/s."""
+    for kernel, rows in _ATTENTION.items():
+        for at, way in enumerate(("forward", "backward")):
+            half = attention_curve(tuple(
+                AttentionPoint(lengths[0], lengths[0], rates[at] * 1e12)
+                for lengths, rates in rows.items() if len(set(lengths)) == 1 and lengths[0] in _FITTED
+            ))  # fmt: skip
+            table = attention_curve(getattr(dict(H100.attention)[kernel], way))
+            for lengths, rates in rows.items():
+                mixed = len(set(lengths)) > 1
+                name = "packed, 72k" if mixed else f"{len(lengths)} x {lengths[0]}"
+                fitted = not mixed and lengths[0] in _FITTED
+                figures = rates[at], _rate(half, lengths), _rate(table, lengths)
+                yield Point(f"{kernel}, {way}, {name}", fitted, *figures)
+    half_rows = product_curve(tuple(point for point in H100.products if point[0] in _FITTED_ROWS))
+    for count, flops in H100.products:
+        figures = flops / 1e12, product_rate(half_rows, count) / 1e12, product_rate(H100.grouped, count) / 1e12
+        yield Point(f"grouped products, {count} rows a group", count in _FITTED_ROWS, *figures)
+
+
+def host_points() -> Iterator[Point]:
+    """The host, in milliseconds."""
+    cluster, shape, counted = Cluster.sheet("h100-8x400g"), AttentionShape(4096, 32, 8, 1, 14336), {}
+    for method in _HOST:
+        plan = plan_sequences(_MIX, cluster, shape=shape, method=method)
+        moved = plan_links(plan, cluster, in_step=True)
+        counted[method] = sum(what_is_asked(plan, cluster, moved, SMALLEST_TURNS).launches)
+    each = sum(_HOST[name] / counted[name] for name in _FITTED_HOST) / len(_FITTED_HOST)
+    for method, milliseconds in _HOST.items():
+        found = milliseconds, each * counted[method], 1e3 * H100.operation_seconds * counted[method]
+        yield Point(f"host, {method}, {counted[method]} operations", method in _FITTED_HOST, *found)
+
+
+def _rate(curve: AttentionCurve, lengths: Sequence[int]) -> float:
+    """TFLOP/s of a call with documents of these lengths."""
+    pairs = sum(causal_pairs(length, length) for length in lengths)
+    seconds = sum(curve.seconds(tile_pairs(length, length), length, 1, 1.0) for length in lengths)
+    return float(pairs / seconds / 1e12)
