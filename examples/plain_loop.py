@@ -58,7 +58,8 @@ def forward_step(seeds: Any, model: Any) -> tuple[torch.Tensor, Any]:
     tokens = torch.randint(0, VOCABULARY // 8, (1, TOKENS + 1), generator=draw).cuda()
     length = TOKENS // (1 if torch.rand((), generator=draw) < 0.5 else 8)
     bounds = torch.arange(0, TOKENS + 1, length, dtype=torch.int32).cuda()
-    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
+    packed: Any = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
+    packed.lengths = [length] * (TOKENS // length)  # else the host waits for `bounds`
     positions = torch.arange(TOKENS)[None].cuda() % length
     losses = model(tokens[:, :-1], positions, None, labels=tokens[:, 1:], packed_seq_params=packed)
     return losses, lambda output: (output.mean(), {"loss": output.detach().mean()})

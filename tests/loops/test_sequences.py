@@ -32,10 +32,15 @@ def _rows(values: np.ndarray, way: int, ways: int) -> np.ndarray:
 
 
 def _train(
-    ways: int, balanced: bool, recompute: bool, window: bool, trials: bool = False, repeats: int = 1
+    ways: int, balanced: bool, kind: str, trials: bool = False, repeats: int = 1
 ) -> tuple[list[float], dict[str, Any], list[dict]]:
     """Two data-parallel ranks of `ways` context-parallel ones. Returns the losses of all ranks together, the weights,
-    and this rank's events. repeats: of the steps."""
+    and this rank's events.
+
+    kind: what the model has: words of `KINDS`. With "told", the loop passes lengths.
+    trials: whether single steps are left out.
+    repeats: of the steps.
+    """
     from megatron.balanced.cpu.device import use_cpu
 
     use_cpu()
@@ -49,12 +54,12 @@ def _train(
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.module import MegatronModule
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     from balancing.cluster import Cluster
     from balancing.sequences.config import SequenceConfig
     from balancing.trials import TrialConfig
-    from megatron.balanced.local.packed_attention import PackedDotProductAttention
+    from megatron.balanced.local.packed_attention import PackedDotProductAttention, PackedLatentDotProductAttention
     from megatron.balanced.loop import Balancers, SequenceBalancer
     from megatron.balanced.shared.job import Job
 
@@ -70,16 +75,25 @@ def _train(
     parallel_state.initialize_model_parallel(context_parallel_size=ways)
     model_parallel_cuda_manual_seed(1)
     torch.manual_seed(1)
-    config = TransformerConfig(
-        num_layers=LAYERS, hidden_size=32, num_attention_heads=4, num_query_groups=2, context_parallel_size=ways,
+    latent = "latents" in kind
+    settings: dict[str, Any] = {"num_query_groups": 2}
+    if latent:
+        settings = {
+            "multi_latent_attention": True, "rope_type": "rope", "q_lora_rank": 12, "kv_lora_rank": 8,
+            "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 6,
+        }  # fmt: skip
+    if "window" in kind:
+        settings |= {"window_size": (24, 0), "window_attn_skip_freq": 2}
+    if "recompute" in kind:
+        settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    config = (MLATransformerConfig if latent else TransformerConfig)(
+        num_layers=LAYERS, hidden_size=32, num_attention_heads=4, context_parallel_size=ways,
         params_dtype=torch.float64, attention_dropout=0.0, hidden_dropout=0.0, transformer_impl="local",
-        calculate_per_token_loss=True,
-        **({"window_size": (24, 0), "window_attn_skip_freq": 2} if window else {}),
-        **({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-           if recompute else {}),
+        calculate_per_token_loss=True, **settings,
     )  # fmt: skip
-    spec = get_gpt_layer_local_spec()
-    spec.submodules.self_attention.submodules.core_attention = OfEngine if ways > 1 else PackedDotProductAttention
+    spec = get_gpt_layer_local_spec(multi_latent_attention=latent)
+    alone = PackedLatentDotProductAttention if latent else PackedDotProductAttention
+    spec.submodules.self_attention.submodules.core_attention = OfEngine if ways > 1 else alone
     model: Any = GPTModel(config, spec, VOCABULARY, LONGEST).double()
     # Several buckets, and reductions under backward passes.
     of_data = DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=5000)
@@ -95,14 +109,17 @@ def _train(
         sequences = SequenceBalancer([model], asked, job=job, cluster=cluster, report=events.append)
         balancers = Balancers(sequences, trials=TrialConfig(steps=len(RAGGED) * repeats) if trials else None)
         run = balancers.schedule(run)
-    core = type(model.module.decoder.layers[0].self_attention.core_attention)
 
     def forward_step(at: Any, model: Any) -> tuple[Any, Any]:
         step, micro_batch = next(at)
         sequences = _tokens(step, micro_batch, replica)
         ends = np.cumsum([0, *(part.shape[1] for part in sequences)])
         bounds = torch.tensor(ends, dtype=torch.int32)
-        packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
+        lengths = [part.shape[1] for part in sequences]
+        packed: Any = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
+        packed.max_seqlen_q = packed.max_seqlen_kv = max(lengths)
+        if "told" in kind:
+            packed.lengths = lengths + [4] * ("one more" in kind)
         mine = torch.from_numpy(np.concatenate([_rows(part, way, ways) for part in sequences], axis=1))
         places = np.concatenate([_rows(np.arange(part.shape[1]), way, ways) for part in sequences])
         tokens, labels, counts = mine[0].long()[None], mine[1].long()[None], mine[2] / 1000
@@ -122,7 +139,6 @@ def _train(
             model=[model], num_microbatches=len(micro_batches), seq_length=LONGEST, micro_batch_size=1,
             forward_only=False,
         )  # fmt: skip
-        assert type(model.module.decoder.layers[0].self_attention.core_attention) is core, "not the plain model"
         total = sum(each["loss"] for each in given)
         dist.all_reduce(total)
         told.append(float(total))
@@ -132,18 +148,20 @@ def _train(
     if balanced:
         assert [gain.pairs for gain in balancers.gains.values()] == [(len(told) - 2) // 2] * trials
         balancers.close()
+        for module in model.modules():
+            assert not {"forward", "get_query_key_value_tensors"} & vars(module).keys(), "not the plain model"
     weights = {name: parameter.detach().numpy() for name, parameter in model.module.named_parameters()}
     return told, weights, [event() for event in events]
 
 
-@pytest.mark.parametrize("recompute", [False, True], ids=["", "recompute"])
-@pytest.mark.parametrize("window", [False, True], ids=["", "window"])
+KINDS = ["", "recompute", "window, told", "latents", "latents, window", "latents, recompute, told"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ways", [1, 2], ids=["whole", "zigzag"])
-def test_attention_is_balanced_where_sequences_stay(pool, ways, window, recompute):
-    if recompute and window:
-        pytest.skip("one with each is enough")
-    plain = pool.run(2, _train, 1, False, False, window)[0]
-    balanced = pool.run(2 * ways, _train, ways, True, recompute, window)
+def test_attention_is_balanced_where_sequences_stay(pool, ways, kind):
+    plain = pool.run(2, _train, 1, False, kind.replace("recompute", ""))[0]
+    balanced = pool.run(2 * ways, _train, ways, True, kind)
     for losses, weights, _ in balanced:
         np.testing.assert_allclose(losses, plain[0], rtol=1e-12)
         for name, expected in plain[1].items():
@@ -153,12 +171,33 @@ def test_attention_is_balanced_where_sequences_stay(pool, ways, window, recomput
     assert sum(event["moved_bytes"] for event in events) > 0
     for event in events:
         # Plans are for layers without a window; of those with one half of these layers is.
-        assert event["imbalance_before"] > 1.3 and event["imbalance_after"] < (1.12 if window else 1.06)
+        assert event["imbalance_before"] > 1.3 and event["imbalance_after"] < (1.12 if "window" in kind else 1.06)
+
+
+def test_lengths_of_other_sequences_are_refused(pool):
+    with pytest.raises(ValueError, match=r"lengths of \d sequences are given with cu_seqlens of \d; pass one for each"):
+        pool.run(2, _train, 1, True, "told one more")
+
+
+def _with_another_digest() -> None:
+    """Train as if this rank had made another plan, if it is rank 1."""
+    import os
+
+    from balancing.sequences import SequencePlan
+
+    if os.environ["RANK"] == "1":
+        SequencePlan.digest = property(lambda plan: f"another {plan}")  # type: ignore[assignment, method-assign]
+    _train(1, True, "")
+
+
+def test_different_plans_end_the_schedule(pool):
+    with pytest.raises(RuntimeError, match=r"ranks \[0, 1\] made different plans"):
+        pool.run(2, _with_another_digest)
 
 
 def test_trials_leave_single_schedules_plain(pool):
-    plain = pool.run(2, _train, 1, False, False, False, False, 2)[0]
-    tried = pool.run(2, _train, 1, True, False, False, True, 2)
+    plain = pool.run(2, _train, 1, False, "", False, 2)[0]
+    tried = pool.run(2, _train, 1, True, "", True, 2)
     for losses, weights, _ in tried:
         np.testing.assert_allclose(losses, plain[0], rtol=1e-12)
         for name, expected in plain[1].items():

@@ -90,7 +90,7 @@ def _refusals() -> dict[str, str]:
     refused("checkpoints by rank", lambda: check_configs("LayerBalancer", by_rank))
     refused("no length", lambda: ExpertBalancer([model]), model.module, max_sequence_length=None)
     refused("dropout", lambda: SequenceBalancer([model], job=job), attention_dropout=0.1)
-    refused("latents", lambda: SequenceBalancer([model], job=job), multi_latent_attention=True)
+    refused("scores", lambda: SequenceBalancer([model], job=job), experimental_attention_variant="dsa")
     refused("a recipe that is not known", experts, fp8="hybrid", fp8_recipe="custom")
     first, attention = experts(), SequenceBalancer([model], job=job)
     refused("a second one", experts)
@@ -126,7 +126,7 @@ EXPECTED = {
     "checkpoints by rank": "ckpt_format=torch: it would save layers by the rank that happens to have them; use torch",
     "no length": "the model does not tell its longest sequence; pass job=Job(seq_length)",
     "dropout": "SequenceBalancer is incompatible with attention_dropout=0.1: it drops other attention scores",
-    "latents": "multi_latent_attention=True: only pretrain_gpt.py balances it; drop the SequenceBalancer",
+    "scores": "experimental_attention_variant=dsa: it chooses keys by their scores",
     "a recipe that is not known": "fp8_recipe=custom: it is not known how it stores weights; use tensorwise, blockwise",
     "a second one": "the model has a balancer of class ExpertBalancer already; close() its Balancers",
     "a second one of sequences": "a balancer of class SequenceBalancer already",

@@ -8,14 +8,16 @@ change.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.utils import is_layer_window_attention
 from megatron.core.utils import unwrap_model
 
@@ -24,6 +26,7 @@ from balancing.sequences.ahead import PlanningAhead
 from balancing.sequences.planners.stay import Lengths
 from megatron.balanced.sequences.attention import BatchAttention, window_of
 from megatron.balanced.sequences.events import MicroBatch
+from megatron.balanced.sequences.latents import Latents, latents_of
 from megatron.balanced.sequences.tokens import Sharing, Tokens
 from megatron.balanced.shared.log import print_once
 from megatron.balanced.shared.micro_batches import get_num_microbatches
@@ -32,17 +35,30 @@ from megatron.balanced.shared.process_groups import gather_objects
 __all__ = ["AttentionInPlace"]
 
 
-class _Layer(NamedTuple):
+@dataclass
+class _Layer:
     """A layer of self-attention.
 
+    attention: Megatron's module.
     chunk: number of its model chunk.
-    windowed: whether it has a sliding window.
-    plain: `forward` of its core attention in the model.
+    latents: of the keys and values of the next call of core attention, if ranks exchange latents.
     """
 
+    attention: Any
     chunk: int
-    windowed: bool
-    plain: Callable[..., torch.Tensor]
+    latents: Latents | None = None
+
+    @property
+    def windowed(self) -> bool:
+        """Whether it has a sliding window."""
+        config = self.attention.config
+        windows = window_of(config) or (), config.window_attn_skip_freq
+        return is_layer_window_attention(*windows, self.attention.layer_number)
+
+    @property
+    def softmax_scale(self) -> float | None:
+        """None: 1 / sqrt(head_dim)."""
+        return getattr(self.attention, "softmax_scale", None) or self.attention.config.softmax_scale
 
 
 class AttentionInPlace(Tokens):
@@ -53,7 +69,8 @@ class AttentionInPlace(Tokens):
     """
 
     def __init__(self) -> None:
-        self._layers: dict[Any, _Layer] = {}  # by core attention
+        # Module, name of a method, and the attribute that replaced it before.
+        self._plain: list[tuple[Any, str, Any]] = []
         self._active = False  # while a training schedule runs
         # Of the micro-batches of the schedule in progress, by the `id` of their parameters, which are kept.
         self._known: dict[int, tuple[PackedSeqParams, BatchAttention]] = {}
@@ -71,18 +88,22 @@ class AttentionInPlace(Tokens):
         self.close()
         for chunk, model in enumerate(unwrap_model(self._chunks)):
             for attention in _self_attentions(model):
-                core, config = attention.core_attention, attention.config
-                windows = window_of(config) or (), config.window_attn_skip_freq
-                windowed = is_layer_window_attention(*windows, attention.layer_number)
-                self._layers[core] = _Layer(chunk, windowed, core.forward)
-                core.forward = partial(self._forward, core)
+                layer = _Layer(attention, chunk)
+                self._replace(attention.core_attention, "forward", partial(self._forward, layer))
+                if self._sharing.shape.latent is not None:
+                    self._replace(attention, "get_query_key_value_tensors", partial(self._project, layer))
+
+    def _replace(self, module: Any, name: str, method: Callable) -> None:
+        """Replace a method of one module. method: its first argument is the replaced one."""
+        self._plain.append((module, name, vars(module).get(name)))
+        setattr(module, name, partial(method, getattr(module, name)))
 
     def close(self) -> None:
-        while self._layers:
-            core, layer = self._layers.popitem()
-            del core.forward
-            if core.forward != layer.plain:
-                core.forward = layer.plain
+        while self._plain:
+            module, name, before = self._plain.pop()
+            delattr(module, name)
+            if before is not None:
+                setattr(module, name, before)
 
     # A schedule.
 
@@ -97,7 +118,7 @@ class AttentionInPlace(Tokens):
         self._active = True
 
     def end_schedule(self) -> None:
-        if self._layers and not self._known:  # a stage may have no attention
+        if self._plain and not self._known:  # a stage may have no attention
             print_once("> sequences are not balanced: attention got no PackedSeqParams with cu_seqlens_q")
         self.abandon_schedule()
 
@@ -106,9 +127,22 @@ class AttentionInPlace(Tokens):
 
     # A call.
 
+    def _balances(self, packed: PackedSeqParams | None) -> bool:
+        """Whether attention of a micro-batch is balanced."""
+        return self._active and packed is not None and packed.cu_seqlens_q is not None
+
+    def _project(
+        self, layer: _Layer, plain: Callable, states: torch.Tensor, other: Any, positions: Any, packed: Any, **rest: Any
+    ) -> tuple[torch.Tensor, ...]:
+        """Queries, keys and values of multi-latent attention. Keeps the latents for core attention."""
+        found = plain(states, other, positions, packed, **rest)
+        layer.latents = latents_of(layer.attention, found[4]) if self._balances(packed) else None
+        return found
+
     def _forward(
         self,
-        core: Any,
+        layer: _Layer,
+        plain: Callable,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -116,37 +150,67 @@ class AttentionInPlace(Tokens):
         packed_seq_params: PackedSeqParams | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Core attention of a layer: [rows, heads x head_dim] for query [rows, heads, head_dim], key and value
-        [rows, kv_heads, head_dim] of a packed micro-batch."""
-        layer, packed = self._layers[core], packed_seq_params
-        if not self._active or packed is None or packed.cu_seqlens_q is None:
-            return layer.plain(query, key, value, *args, packed_seq_params=packed, **kwargs)
+        """Core attention of a layer: [rows, heads x value_dim] for query [rows, heads, head_dim], key
+        [rows, kv_heads, head_dim] and value [rows, kv_heads, value_dim] of a packed micro-batch."""
+        packed = packed_seq_params
+        if packed is None or not self._balances(packed):
+            return plain(query, key, value, *args, packed_seq_params=packed, **kwargs)
         if id(packed) not in self._known:
-            self._known[id(packed)] = packed, self._attention(packed, layer.chunk, query.device)
+            self._known[id(packed)] = packed, self._attention(packed, layer.chunk, query)
         _, attention = self._known[id(packed)]
-        sink, scale = getattr(core, "softmax_offset", None), core.config.softmax_scale
-        return attention.attend(query, key, value, windowed=layer.windowed, softmax_scale=scale, sink=sink)
+        latents, layer.latents = layer.latents, None
+        # Megatron-LM pads values of multi-latent attention to the size of keys, and cuts the padding off the output.
+        size, padded = self._sharing.shape.value_size or value.shape[-1], value.shape[-1]
+        output = attention.attend(
+            query,
+            key,
+            value[..., :size],
+            windowed=layer.windowed,
+            softmax_scale=layer.softmax_scale,
+            sink=getattr(layer.attention.core_attention, "softmax_offset", None),
+            latents=latents,
+        )
+        if size == padded:
+            return output
+        return torch.nn.functional.pad(output.unflatten(1, (-1, size)), (0, padded - size)).flatten(1)
 
     @named("plan of sequences")
-    def _attention(self, packed: PackedSeqParams, chunk: int, device: torch.device) -> BatchAttention:
-        """The attention of a micro-batch, planned by all ranks of the domain together."""
+    def _attention(self, packed: PackedSeqParams, chunk: int, query: torch.Tensor) -> BatchAttention:
+        """The attention of a micro-batch, planned by all ranks of the domain together. query: of any layer."""
         if packed.local_cp_size is not None:
             raise ValueError("micro-batches of different context-parallel sizes cannot be balanced; use one size")
         sharing = self._sharing
-        ends = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
-        own = tuple(stop - start for start, stop in pairwise(ends.tolist()) if stop > start)
-        ways = sharing.domain.ranks // sharing.domain.origins
+        own, ways = _lengths(packed), sharing.domain.ranks // sharing.domain.origins
+        if sum(own) > query.shape[0] * ways:
+            raise ValueError(
+                f"the sequences of a micro-batch have {sum(own)} tokens, and attention got {query.shape[0]} on each of "
+                f"{ways} context-parallel ranks; pass the lengths of this micro-batch"
+            )
         lengths: Lengths = tuple(gather_objects(own, sharing.hosts)[::ways])
         plan, programs, milliseconds = self._planned(lengths)  # type: ignore[arg-type]
         tokens = int(plan.linear_tokens[sharing.domain.rank])
         attention = BatchAttention.of(programs, sharing.layers, tokens, timed=sharing.record.timed)
         for kind in attention.kinds:
-            kind.upload(device)
+            kind.upload(query.device)
         origins = tuple(origin for origin, of_rank in enumerate(lengths) for _ in of_rank)
         drawn = plan, origins, tuple(range(len(origins)))
         sharing.record.add(MicroBatch(chunk, *drawn, attention.kinds, milliseconds, milliseconds))
         return attention
 
 
+def _lengths(packed: PackedSeqParams) -> tuple[int, ...]:
+    """Tokens of each sequence on all context-parallel ranks together, padding of sequences included: `packed.lengths`
+    if the loop has set it, else from the device, for which the host waits."""
+    ends = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
+    lengths = getattr(packed, "lengths", None)
+    if lengths is None:
+        lengths = [stop - start for start, stop in pairwise(ends.tolist())]
+    if len(lengths) != len(ends) - 1:
+        raise ValueError(
+            f"lengths of {len(lengths)} sequences are given with cu_seqlens of {len(ends) - 1}; pass one for each"
+        )
+    return tuple(int(length) for length in lengths if length)
+
+
 def _self_attentions(model: torch.nn.Module) -> list[Any]:
-    return [module for module in model.modules() if isinstance(module, SelfAttention)]
+    return [module for module in model.modules() if isinstance(module, SelfAttention | MLASelfAttention)]
