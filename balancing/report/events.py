@@ -34,6 +34,8 @@ balancer "sequences", unit "micro-batch", action "spread": what balancing did in
 imbalance is that of the attention area; before: as Megatron-LM would cut the batch:
     token_imbalance     imbalance of tokens in linear layers
     methods             planner -> number of micro-batches
+    kernel              name of the kernel of attention
+    kernel_flops        name -> measured FLOP/s of each kernel of attention that was timed; empty on CPUs
     plan_wait_ms        how long the step waited for plans
     apply_ms            how long attention waited for transfers, on the rank that waited longest
     kv_intra_bytes, kv_inter_bytes, remap_intra_bytes, remap_inter_bytes    sent by all ranks together, inside nodes and

@@ -47,5 +47,13 @@ class SequenceConfig:
         least=0,
     )
 
+    kernel: str = setting(
+        "auto",
+        "The kernel of attention on GPUs. auto: the fastest by a measurement at the start, or that of the checkpoint. "
+        "flash: of FlashAttention's. fused: cuDNN's. Or one of cudnn, fa2, fa3, fa4, flash-attn. What it does not take "
+        "goes to others.",
+        choices=("auto", "flash", "fused", "cudnn", "fa3", "fa4", "flash-attn", "fa2"),
+    )
+
     def __post_init__(self) -> None:
         check_settings(self)

@@ -226,6 +226,7 @@ def _pace(pace: Pace, record: list[int], work: Work) -> set[str]:
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     from balancing.sequences.engine import attention
+    from balancing.sequences.engine.kernel_choice import Choice
     from benchmarks.baselines import sequences as baselines
     from benchmarks.experts.emulated_rank import routing_map
     from benchmarks.sequences import emulated_rank
@@ -271,7 +272,7 @@ def _pace(pace: Pace, record: list[int], work: Work) -> set[str]:
     # A name that is used no more could be replaced as well, and nothing would tell.
     called: set[str] = set()
     for owner, name, replacement in (
-        (attention, "choose_kernel", lambda *unused: kernel),
+        (attention, "choose_kernel", lambda *unused, **also_unused: Choice(kernel, "emulated", "", {})),
         (router.TopKRouter, "routing", routing),
         (dataset, "document_lengths", documents),
         (balancer, "plan_sequences", planned),

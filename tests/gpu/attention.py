@@ -5,8 +5,10 @@ from collections.abc import Iterator
 
 import torch
 
-from balancing.sequences.engine import kernels, merging
-from balancing.sequences.engine.kernels import Kernel, Pieces, accumulation_dtype, choose_kernel, merge
+from balancing.sequences.engine import merging
+from balancing.sequences.engine.kernel_choice import choose_kernel, kernels_of_gpu
+from balancing.sequences.engine.kernel_trial import AttentionHeads
+from balancing.sequences.engine.kernels import CPU, PRODUCTS, Kernel, Pieces, accumulation_dtype, merge
 from tests.gpu.trial import Notes
 
 SCALE = 0.2
@@ -15,6 +17,8 @@ BATCHES = {
     "one sequence": Pieces((257,), (257,), True),
     "ragged": Pieces((130, 1, 67), (200, 1, 67), True),
     "single tokens": Pieces((1, 1, 1), (1, 9, 3), True),
+    "single tokens, all keys": Pieces((1, 1, 1), (5, 9, 3), False),
+    "many sequences": Pieces((3,) * 600, (5,) * 600, True),  # to which cuDNN's kernel adds empty ones
     "keys of others": Pieces((96, 33), (64, 160), False),
     "windows": Pieces((130, 1, 67, 257), (200, 1, 67, 257), True, 64),
 }
@@ -24,23 +28,12 @@ TOLERANCE = {torch.bfloat16: 1e-2, torch.float32: 1e-5}
 
 def _kernels(device: str) -> Iterator[tuple[str, Kernel, torch.dtype, tuple[int, ...]]]:
     """(name, kernel, type, head sizes) of what may be chosen here."""
+    yield "matrix products", PRODUCTS, torch.float32, (64,)
     if device == "cpu":
-        yield "torch's for CPUs", choose_kernel(torch.device("cpu"), torch.bfloat16, 64), torch.bfloat16, (64,)
-        yield "matrix products", kernels._PRODUCTS, torch.float32, (64,)
+        yield "torch's for CPUs", CPU, torch.bfloat16, (64,)
         return
-    sizes = (64, 128, 256)
-    yield "matrix products", kernels._PRODUCTS, torch.float32, (64,)
-    yield "torch's own", kernels._CUDA, torch.bfloat16, sizes
-    for name in ("FA3", "FA4"):  # which take the place of torch's own where their package is installed
-        try:
-            torch.nn.attention.activate_flash_attention_impl(name)
-        except Exception:  # of whatever kind a package that is not there, or not for this GPU, raises
-            continue
-        yield f"torch's {name}", kernels._CUDA, torch.bfloat16, (64, 128)
-        torch.nn.attention.restore_flash_attention_impl()
-    chosen = choose_kernel(torch.device("cuda"), torch.bfloat16, 128)
-    if chosen is not kernels._CUDA:
-        yield f"chosen by default ({type(chosen).__name__})", chosen, torch.bfloat16, sizes
+    for name, title, kernel in kernels_of_gpu(torch.device(device)):
+        yield title, kernel, torch.bfloat16, (64, 128, 256) if name in ("fa2", "flash-attn") else (64, 128)
 
 
 def _inputs(pieces: Pieces, kv_heads: int, place: torch.device, dtype: torch.dtype, size: int) -> list[torch.Tensor]:
@@ -54,8 +47,8 @@ def _inputs(pieces: Pieces, kv_heads: int, place: torch.device, dtype: torch.dty
 def _reference(inputs: list[torch.Tensor], pieces: Pieces) -> list[torch.Tensor]:
     """Output and gradients in float64, on the host."""
     *qkv, grad = (x.cpu().double() for x in inputs)
-    out, logsumexp = kernels._PRODUCTS.forward(*qkv, pieces, SCALE)
-    return [out, *kernels._PRODUCTS.backward(grad, *qkv, out, logsumexp, pieces, SCALE)]
+    out, logsumexp = PRODUCTS.forward(*qkv, pieces, SCALE)
+    return [out, *PRODUCTS.backward(grad, *qkv, out, logsumexp, pieces, SCALE)]
 
 
 def _error(found: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -87,29 +80,37 @@ def _merged(kernel: Kernel, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def kernel_parity(device: str, notes: Notes) -> None:
+    """Errors of every kernel, the pieces that one refuses, and the choice by time, with the rate of each."""
     place = torch.device(device)
-    worst: dict[str, float] = {}
     for name, kernel, dtype, sizes in _kernels(device):
+        worst, refused = 0.0, set()
         for size in sizes:
             for kv_heads in (HEADS, 2, 1):
                 for batch, pieces in BATCHES.items():
                     inputs = _inputs(pieces, kv_heads, place, dtype, size)
                     q, k, v, grad = inputs
-                    out, logsumexp = kernel.forward(q, k, v, pieces, SCALE)
+                    try:
+                        out, logsumexp = kernel.forward(q, k, v, pieces, SCALE)
+                        gradients = kernel.backward(grad, q, k, v, out, logsumexp, pieces, SCALE)
+                    except Exception as error:  # which the engine leaves to the next kernel
+                        refused.add(f"{batch} ({type(error).__name__})")
+                        continue
                     assert logsumexp.shape == (HEADS, len(q)) and logsumexp.dtype is torch.float32
-                    found = [out, *kernel.backward(grad, q, k, v, out, logsumexp, pieces, SCALE)]
-                    error = _worst(found, inputs, pieces, f"{name}, {batch}, head {size}, {kv_heads} kv heads")
-                    worst[name] = max(worst.get(name, 0.0), error)
+                    where = f"{name}, {batch}, head {size}, {kv_heads} kv heads"
+                    worst = max(worst, _worst([out, *gradients], inputs, pieces, where))
                 whole = Pieces((64,), (192,), True)
                 inputs = _inputs(Pieces((192,), (192,), True), kv_heads, place, dtype, size)
                 q, k, v, grad = inputs
                 wanted = _reference([q[128:], k, v, grad[128:]], whole)
                 for one, other in zip(_merged(kernel, inputs), wanted, strict=True):
                     assert _error(one, other) <= 2 * TOLERANCE[dtype], f"{name}, merged, head {size}"
-        notes.figure(f"{name}: {worst[name]:.1e}")
+        assert not refused or kernel is not PRODUCTS
+        notes.figure(f"{name}: {worst:.1e}" + (f", refuses {', '.join(sorted(refused))}" if refused else ""))
     notes.figure(f"values of another size: {_with_other_values(place):.1e}")
     _check_determinism(device)
     notes.figure("deterministic where torch is asked for that")
+    for heads in ((32, 8, 128, 128), (32, 32, 128, 128), (16, 16, 192, 128)):
+        notes.figure(choose_kernel(place, AttentionHeads(torch.bfloat16, *heads, window=True)).line)
 
 
 def _worst(found: list[torch.Tensor], inputs: list[torch.Tensor], pieces: Pieces, where: str) -> float:
@@ -128,7 +129,7 @@ def _with_other_values(place: torch.device) -> float:
     """Heads of queries and keys and of values as in multi-latent attention (192 and 128), and smaller ones."""
     worst = 0.0
     for size, values in ((192, 128), (48, 64)):
-        kernel = choose_kernel(place, torch.bfloat16, size, values)
+        kernel = choose_kernel(place, AttentionHeads(torch.bfloat16, HEADS, HEADS, size, values, True)).kernel
         for batch, pieces in BATCHES.items():
             q, k, *_ = _inputs(pieces, HEADS, place, torch.bfloat16, size)
             *_, v, grad = _inputs(pieces, HEADS, place, torch.bfloat16, values)
@@ -140,12 +141,12 @@ def _with_other_values(place: torch.device) -> float:
 
 def _check_determinism(device: str) -> None:
     """Where torch is asked for deterministic algorithms, the kernel that is chosen gives the same bits twice."""
-    kernel = choose_kernel(torch.device(device), torch.bfloat16, 128)
-    pieces = BATCHES["ragged"]
-    q, k, v, grad = _inputs(pieces, 2, torch.device(device), torch.bfloat16, 128)
+    pieces, place = BATCHES["ragged"], torch.device(device)
+    q, k, v, grad = _inputs(pieces, 2, place, torch.bfloat16, 128)
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     try:
+        kernel = choose_kernel(place, AttentionHeads(torch.bfloat16, HEADS, 2, 128, 128)).kernel
         out, logsumexp = kernel.forward(q, k, v, pieces, SCALE)
         first, second = (kernel.backward(grad, q, k, v, out, logsumexp, pieces, SCALE) for _ in range(2))
     finally:

@@ -29,7 +29,9 @@ def _attend(device: str) -> tuple[dict[str, tuple[float, float]], dict[str, str]
     import torch
     import torch.distributed as dist
 
-    from balancing.sequences.engine.kernels import Pieces, choose_kernel
+    from balancing.sequences.engine.kernel_choice import choose_kernel
+    from balancing.sequences.engine.kernel_trial import AttentionHeads
+    from balancing.sequences.engine.kernels import Pieces
     from tests.gpu.training import local_device
 
     place = local_device(device)
@@ -40,7 +42,8 @@ def _attend(device: str) -> tuple[dict[str, tuple[float, float]], dict[str, str]
         torch.randn(sum(lengths), h, size, generator=draw).to(place, torch.bfloat16)
         for h in (heads, kv_heads, kv_heads, heads)
     )
-    pieces, kernel = Pieces(lengths, lengths, True), choose_kernel(place, torch.bfloat16, size)
+    pieces = Pieces(lengths, lengths, True)
+    kernel = choose_kernel(place, AttentionHeads(torch.bfloat16, heads, kv_heads, size, size)).kernel
     out, logsumexp = kernel.forward(q, k, v, pieces, size**-0.5)
     whole = [out, *kernel.backward(grad, q, k, v, out, logsumexp, pieces, size**-0.5)]
     found: dict[str, tuple[float, float]] = {}

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from balancing.sequences.engine.kernels import Pieces, choose_kernel
+from balancing.sequences.engine.kernel_choice import kernels_of_gpu
+from balancing.sequences.engine.kernels import CPU, Kernel, Pieces
 from tests.gpu.training import local_device
 from tests.gpu.trial import Notes
 
@@ -65,17 +66,11 @@ def _kernels(lengths: tuple[int, ...], q: Any, k: Any, v: Any, grad: Any) -> Ite
     size, heads, kv_heads = q.shape[-1], q.shape[1], k.shape[1]
     pieces, scale = Pieces(lengths, lengths, True), size**-0.5
 
-    def ours() -> tuple[str, Callable, Callable]:
-        kernel = choose_kernel(q.device, q.dtype, size)
-
+    def ours(title: str, kernel: Kernel) -> tuple[str, Callable, Callable]:
         def forward() -> Any:
             return kernel.forward(q, k, v, pieces, scale)
 
-        return (
-            f"ours ({type(kernel).__name__.strip('_')})",
-            forward,
-            lambda: kernel.backward(grad, q, k, v, *forward(), pieces, scale),
-        )
+        return f"ours ({title})", forward, lambda: kernel.backward(grad, q, k, v, *forward(), pieces, scale)
 
     def by_gradient(name: str, attention: Callable, *given: Any, of: Any = None) -> tuple[str, Callable, Callable]:
         leaves = [x.detach().requires_grad_() for x in given]
@@ -131,15 +126,10 @@ def _kernels(lengths: tuple[int, ...], q: Any, k: Any, v: Any, grad: Any) -> Ite
         attention = lambda *qkv: compiled(*qkv, block_mask=mask, enable_gqa=True)  # noqa: E731
         return by_gradient("flex attention", attention, *turned, of=grad.transpose(0, 1)[None].contiguous())
 
-    yield ours()
-    for name in ("FA3", "FA4"):  # which take the place of torch's own where their package is installed
-        try:
-            torch.nn.attention.activate_flash_attention_impl(name)
-        except Exception:  # of whatever kind a package that is not there, or not for this GPU, raises
-            continue
-        title, *calls = ours()
-        yield title.replace("ours", f"torch's {name}"), *calls  # type: ignore[misc]
-        torch.nn.attention.restore_flash_attention_impl()
+    if not q.is_cuda:
+        yield ours("torch's for CPUs", CPU)
+    for _, title, kernel in kernels_of_gpu(q.device) if q.is_cuda else ():
+        yield ours(title, kernel)
     if q.is_cuda:
         for make in (engine, cudnn, *((flex,) if lengths == PACKED else ())):
             try:
@@ -160,7 +150,7 @@ def _rates(lengths: tuple[int, ...], kv_heads: int, device: str) -> dict[str, tu
             alone = _timed(forward, device)[1]
             found[name] = alone, _timed(both, device)[1] - alone
         except Exception as error:  # a kernel of others that does not take these shapes
-            if name.startswith("ours"):
+            if name in ("ours (FlashAttention 2)", "ours (torch's for CPUs)"):
                 raise
             found[f"{name} fails ({type(error).__name__})"] = 0.0, 0.0
     return found
@@ -198,7 +188,8 @@ def planners(device: str, notes: Notes) -> None:
     ranks = LAYER[device][0]
     lengths = _shrunk(PACKED, device)
     whole = _rates(lengths, LAYER[device][2], device)
-    ours, (name, best) = sum(next(iter(whole.values()))), _best(whole)
+    _, ours = _best({name: times for name, times in whole.items() if name.startswith("ours")})
+    name, best = _best(whole)
     if best:
         notes.figure(f"even share of {ranks}: {ours / ranks:.1f} ms by our kernel, {best / ranks:.1f} by {name}")
     for planner in PLANNERS:

@@ -9,7 +9,8 @@ def _largest_differences(kv_heads: int) -> list[float]:
     """Of output, logsumexp and the three gradients, relative to the largest number, over all pieces."""
     import torch
 
-    from balancing.sequences.engine import kernels
+    from balancing.sequences.engine.flash_kernels import PackageFlash
+    from balancing.sequences.engine.kernels import PRODUCTS
     from tests.sequences.test_kernels import PIECES, _inputs
     from tests.support.stand_ins.flash_attn_cuda import install
 
@@ -18,7 +19,7 @@ def _largest_differences(kv_heads: int) -> list[float]:
     for pieces in PIECES:
         q, k, v, grad = _inputs(pieces, kv_heads, "cpu", torch.bfloat16, 16)
         found = []
-        for kernel in (kernels._PACKAGE, kernels._PRODUCTS):
+        for kernel in (PackageFlash(), PRODUCTS):
             out, logsumexp = kernel.forward(q, k, v, pieces, 0.3)
             found.append((out, logsumexp, *kernel.backward(grad, q, k, v, out, logsumexp, pieces, 0.3)))
         for number, (own, other) in enumerate(zip(*found, strict=True)):

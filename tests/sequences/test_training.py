@@ -362,3 +362,32 @@ def _share(fixed: bool) -> None:
         else:
             assert not values[~kept].any()
     assert torch.equal(together["labels"][kept], together["tokens"][kept] + 1)
+
+
+def _kernels_asked_for(argv: list[str]) -> list[tuple[str, str | None, tuple[int, ...]]]:
+    """Train as if a measurement chose cuDNN's kernel. Returns what was asked for."""
+    from balancing.sequences.engine.kernel_choice import Choice
+    from balancing.sequences.engine.kernels import CPU
+    from megatron.balanced.sequences import tokens
+
+    asked = []
+
+    def choose(device: torch.device, heads: Any, wanted: str, *, had: str | None) -> Choice:
+        asked.append((wanted, had, tuple(heads[1:])))
+        return Choice(CPU, "cudnn", "attention: chosen", {"cudnn": 5e14})
+
+    tokens.choose_kernel = choose
+    train_rank(argv, False)
+    return asked
+
+
+def test_a_checkpoint_records_the_kernel_and_a_resumed_run_asks_for_it(packed, tmp_path):
+    saved, report = tmp_path / "saved", tmp_path / "report"
+    flags = f"{BALANCED} {CP} 2 --tensor-model-parallel-size 2 --train-iters 2"
+    first = packed.pool.run(4, _kernels_asked_for, packed.whole(f"{flags} --save {saved} --save-interval 1"))
+    heads = first[0][0][2]
+    assert heads[0] == 4 // 2 and first == [[("auto", None, heads)]] * 4
+    flags += f" --load {saved} --ckpt-step 1 --attention-backend fused --balance-report {report}"
+    assert packed.pool.run(4, _kernels_asked_for, packed.whole(flags)) == [[("fused", "cudnn", heads)]] * 4
+    (line,) = events_in(report, action="spread")
+    assert (line["kernel"], line["kernel_flops"]) == ("cudnn", {"cudnn": 5e14})

@@ -20,7 +20,9 @@ import torch.distributed as dist
 
 from balancing.sequences.engine.attention_call import AttentionCall, Statistics
 from balancing.sequences.engine.call_rows import CallRows, DeviceRows, rows_on_device
-from balancing.sequences.engine.kernels import Kernel, accumulation_dtype, choose_kernel, sink_gradient, with_sink
+from balancing.sequences.engine.kernel_choice import choose_kernel
+from balancing.sequences.engine.kernel_trial import AttentionHeads
+from balancing.sequences.engine.kernels import Kernel, accumulation_dtype, sink_gradient, with_sink
 from balancing.sequences.engine.latents import Projection, is_received, rows_of_keys, shared_size
 from balancing.sequences.engine.merging import choose_add, choose_merge
 from balancing.sequences.engine.program import Compute, ProgramStep, Start, TransferGroup
@@ -41,7 +43,8 @@ class SequenceAttention:
     process_group: plan.ranks processes, in which this process has rank program.rank; all processes by default. All of
         them must call attention the same number of times in the same order, and must not use the group for anything
         else meanwhile.
-    kernel: computes attention of pieces; by default the fastest kernel for the device and type of q.
+    kernel: computes attention of pieces; by default the fastest for the device and the shapes, which all ranks
+        of the group measure at the first call.
     timed: as in `Statistics`.
 
     `statistics` counts the bytes sent.
@@ -58,6 +61,7 @@ class SequenceAttention:
         kernel: Kernel | None = None,
         timed: bool = True,
     ) -> None:
+        self._process_group = process_group
         self.transport = Transport(process_group)
         size, rank = dist.get_world_size(process_group), program.rank
         if (size, self.transport.rank) != (plan.ranks, rank):
@@ -111,13 +115,18 @@ class SequenceAttention:
         """
         self._check(q, k, v, sink)
         scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-        kernel = self._kernel or choose_kernel(q.device, q.dtype, q.shape[-1], v.shape[-1])
+        kernel = self._kernel or self._choose(q, v)
         if self._device != q.device:
             self.upload(q.device)
         call = AttentionCall(self.program, self.transport, self.statistics, kernel, scale, self._rows)
         if (latent is None) != (projection is None):
             raise ValueError("latent and projection go together; give both or neither")
         return _Attention.apply(q, k, v, sink, latent, projection, call)
+
+    def _choose(self, q: torch.Tensor, v: torch.Tensor) -> Kernel:
+        windowed = self.plan.window is not None
+        heads = AttentionHeads(q.dtype, q.shape[1], v.shape[1], q.shape[2], v.shape[2], windowed)
+        return choose_kernel(q.device, heads, process_group=self._process_group).kernel
 
     def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None) -> None:
         tokens = int(self.plan.linear_tokens[self.transport.rank])

@@ -8,46 +8,44 @@ Masks are full, or causal from the bottom right: the last query sees all keys, t
 With a window of w a query sees only the last w + 1 of these keys. Query head h reads key-value head
 h // (heads / kv_heads), as usual for grouped-query and multi-query attention.
 
-- CUDA in half precision: FlashAttention 3 on Hopper and 4 on Blackwell if installed, through PyTorch's own switch; else
-  the flash-attn package (FlashAttention 2); else PyTorch's own FlashAttention 2. Each is imported once, and a warning
-  says why a faster one is not used. Gradients repeat bit for bit under `torch.use_deterministic_algorithms`.
-- CPU: PyTorch's flash attention for CPUs, float64 included.
-- Everything else: matrix products in tiles of queries, exact and slow.
+Here are the kernels that run anywhere: PyTorch's flash attention for CPUs, float64 included, and matrix products in
+tiles of queries, exact and slow. Those for GPUs are in `flash_kernels` and `cudnn_kernel`. `kernel_choice` chooses.
 """
 
-import functools
-import importlib.util
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
-import torch.nn.attention
 
 from balancing.sequences.load import MOST_TOKENS
 from balancing.upload import upload
 
 __all__ = [
+    "CPU",
+    "PRODUCTS",
     "Kernel",
+    "OfOneSize",
     "Pieces",
     "accumulation_dtype",
-    "choose_kernel",
+    "bounds",
     "merge",
     "piece_ends",
+    "refusal",
     "sink_gradient",
+    "too_large",
+    "window_arguments",
     "with_sink",
 ]
 
+_MOST_ELEMENTS = 2**31 - 1  # of a tensor whose offsets have 32 bits
 _TILE = 512  # queries of a tile of the matrix-product kernel
-_FASTER = {9: ("FA3", "FA4"), 10: ("FA4",)}  # by compute capability, the fastest first
-_CUDA_HEAD_SIZES = range(8, 257, 8)  # supported by flash attention on CUDA
 
 
 class Pieces(NamedTuple):
     """The pieces of one batch.
 
-    queries, keys: number of tokens of each piece; causal pieces have at least as many keys as queries.
+    queries, keys: number of tokens of each piece, at least one; causal pieces have at least as many keys as queries.
     causal: whether all pieces have the causal mask; else all are full.
     window: keys before its own that a query of a causal piece sees; None for all.
     ends: two tensors, int32 [piece + 1]: cumulative queries and cumulative keys, on the GPU. If None, the kernel makes
@@ -67,7 +65,7 @@ class Kernel(Protocol):
     q: [query tokens, heads, head_size].
     k: [key tokens, kv_heads, head_size], with any stride between tokens and heads.
     v: [key tokens, kv_heads, value_size], with any stride between tokens and heads. Another size than that of keys
-        needs a kernel from `choose_kernel` with this value_size.
+        needs a kernel that takes it; `OfOneSize` makes one.
     out: [query tokens, heads, value_size].
     logsumexp: [heads, query tokens], in `accumulation_dtype`.
     pieces: of the batch, in the order of the tokens.
@@ -91,6 +89,24 @@ class Kernel(Protocol):
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Gradients of q, k and v. `out` and `logsumexp` are those of attention to all keys, not only to `k`."""
+
+
+def refusal(kernel: Kernel, backward: bool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pieces: Pieces) -> str:
+    """Why a kernel does not take a call, as far as it knows before it runs; "" if it takes it.
+
+    backward: the direction. A kernel that knows has a method `refusal` with the other arguments of this function.
+    """
+    of_kernel = getattr(kernel, "refusal", None)
+    return "" if of_kernel is None else of_kernel(backward, q, k, v, pieces)
+
+
+def too_large(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
+    """For kernels with offsets of 32 bits: why they do not take tensors of these shapes; "" if they do.
+
+    Keys and values may lie beside each other, in a tensor of twice the size.
+    """
+    elements = max(len(q) * q.shape[1], 2 * len(k) * k.shape[1]) * max(k.shape[2], v.shape[2])
+    return f"{elements} elements are more than {_MOST_ELEMENTS}" if elements > _MOST_ELEMENTS else ""
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -142,82 +158,15 @@ def sink_gradient(grad: torch.Tensor, out: torch.Tensor, logsumexp: torch.Tensor
     return -(weights * products.t()).sum(1).to(sink.dtype)
 
 
-def choose_kernel(device: torch.device, dtype: torch.dtype, head_size: int, value_size: int | None = None) -> Kernel:
-    """The fastest available kernel for queries of this kind. value_size: of heads of values; head_size by default."""
-    if device.type == "cpu":
-        chosen: Kernel = _CPU
-    elif (
-        device.type == "cuda"
-        and dtype in (torch.float16, torch.bfloat16)
-        and max(head_size, value_size or 0) in _CUDA_HEAD_SIZES
-    ):
-        chosen = _flash(torch.cuda.get_device_capability(device)[0])
-    else:
-        return _PRODUCTS
-    if value_size in (None, head_size):
-        return chosen
-    if chosen is _CUDA and torch.nn.attention.current_flash_attention_impl() == "FA3":
-        return _of_two_sizes(chosen, device, dtype, head_size, value_size)
-    return OfOneSize(chosen)
-
-
-@functools.cache
-def _of_two_sizes(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_size: int, value_size: int) -> Kernel:
-    """`kernel` if it takes values of another size than keys and gives the same results as with padded values; else
-    `kernel` with padded values."""
-    padded, pieces, draw = OfOneSize(kernel), Pieces((5,), (7,), True), torch.Generator().manual_seed(0)
-    q, k, v, grad = (
-        torch.randn(tokens, 1, size, generator=draw).to(device, dtype)
-        for tokens, size in ((5, head_size), (7, head_size), (7, value_size), (5, value_size))
-    )
-    found = []
-    try:
-        for one in (padded, kernel):
-            out, logsumexp = one.forward(q, k, v, pieces, 0.1)
-            found.append((out, logsumexp, *one.backward(grad, q, k, v, out, logsumexp, pieces, 0.1)))
-        torch.testing.assert_close(*found, rtol=2e-2, atol=2e-2)
-    except Exception as error:  # the kernel was not built for this size
-        warnings.warn(f"values are padded to the size of keys: {_in_one_line(error)}", stacklevel=3)
-        return padded
-    return kernel
-
-
-@functools.cache
-def _flash(major: int) -> Kernel:
-    """The kernel for a CUDA device. major: first number of the device's compute capability."""
-    faster = _FASTER.get(major, ())
-    reasons = []
-    for name in faster:
-        if torch.nn.attention.current_flash_attention_impl() == name:
-            return _CUDA
-        try:
-            torch.nn.attention.activate_flash_attention_impl(name)
-            return _CUDA
-        except Exception as error:  # not installed, built for another torch, or unknown to this torch
-            reasons.append(f"{name}: {_in_one_line(error)}")
-    try:
-        _from_package("forward"), _from_package("backward")
-        chosen: Kernel = _PACKAGE
-    except Exception as error:  # not installed, another version, or built for another torch
-        if importlib.util.find_spec("flash_attn"):
-            reasons.append(f"flash-attn: {_in_one_line(error)}")
-        chosen = _CUDA
-    if reasons:
-        instead = "the flash-attn package" if chosen is _PACKAGE else "PyTorch's own flash attention"
-        warnings.warn(f"attention runs {instead}; not used: {'; '.join(reasons)}", stacklevel=2)
-    return chosen
-
-
-def _in_one_line(error: Exception) -> str:
-    return f"{type(error).__name__} {(str(error).strip().splitlines() or [''])[0]}".strip()
-
-
 class OfOneSize:
     """A kernel that takes values of another size than keys, made from one that does not: the smaller heads are padded
     with zeros, which add nothing to scores or outputs."""
 
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
+
+    def refusal(self, backward, q, k, v, pieces):
+        return refusal(self._kernel, backward, q, k, v, pieces)
 
     def forward(self, q, k, v, pieces, scale):
         wide = max(k.shape[2], v.shape[2])
@@ -274,7 +223,7 @@ class _Cpu(_OneByOne):
 
     def _forward(self, q, k, v, causal, window, scale):
         if window is not None:
-            return _PRODUCTS._forward(q, k, v, causal, window, scale)
+            return PRODUCTS._forward(q, k, v, causal, window, scale)
         seen = k.shape[0] - q.shape[0]
         if causal and seen:
             full = self._forward(q, k[:seen], v[:seen], False, None, scale)
@@ -288,7 +237,7 @@ class _Cpu(_OneByOne):
 
     def _backward(self, grad, q, k, v, out, logsumexp, causal, window, scale):
         if window is not None:
-            return _PRODUCTS._backward(grad, q, k, v, out, logsumexp, causal, window, scale)
+            return PRODUCTS._backward(grad, q, k, v, out, logsumexp, causal, window, scale)
         seen = k.shape[0] - q.shape[0]
         if causal and seen:
             full = self._backward(grad, q, k[:seen], v[:seen], out, logsumexp, False, None, scale)
@@ -336,66 +285,7 @@ class _Products(_OneByOne):
         return torch.cat(dqs).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-class _Cuda:
-    """PyTorch's flash attention on CUDA, all pieces in one launch. Its causal mask is from the bottom right."""
-
-    def forward(self, q, k, v, pieces, scale):
-        out, logsumexp, *_ = torch.ops.aten._flash_attention_forward(
-            q, k, v, *_bounds(pieces, q.device), 0.0, pieces.causal, False, scale=scale, **_window(pieces)
-        )
-        return out, logsumexp
-
-    def backward(self, grad, q, k, v, out, logsumexp, pieces, scale):
-        seed = torch.empty(2, dtype=torch.uint64, device=q.device)  # of dropout, which is off
-        unused = torch.empty(0, dtype=torch.uint64, device=q.device)
-        return torch.ops.aten._flash_attention_backward(
-            grad.contiguous(),
-            *(q, k, v, out, logsumexp.contiguous()),
-            *_bounds(pieces, q.device),
-            *(0.0, pieces.causal, seed, unused),
-            scale=scale,
-            **_window(pieces),
-        )
-
-
-class _Package:
-    """The flash-attn package, version 2.7 or later, all pieces in one launch."""
-
-    def forward(self, q, k, v, pieces, scale):
-        out, logsumexp, *_ = _from_package("forward")(
-            *(q, k, v, *_bounds(pieces, q.device)),
-            dropout_p=0.0,
-            softmax_scale=scale,
-            causal=pieces.causal,
-            **_window(pieces),
-        )
-        return out, logsumexp
-
-    def backward(self, grad, q, k, v, out, logsumexp, pieces, scale):
-        gradients = tuple(torch.empty_like(x) for x in (q, k, v))
-        _from_package("backward")(
-            grad.contiguous(),
-            *(q, k, v, out, logsumexp.contiguous()),
-            *gradients,
-            *_bounds(pieces, q.device),
-            dropout_p=0.0,
-            softmax_scale=scale,
-            causal=pieces.causal,
-            **({"window_size_left": -1, "window_size_right": -1} | _window(pieces)),
-            softcap=0.0,
-            alibi_slopes=None,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-        )
-        return gradients
-
-
-_CPU, _PRODUCTS, _CUDA, _PACKAGE = _Cpu(), _Products(), _Cuda(), _Package()
-
-
-def _from_package(direction: str) -> Callable:
-    from flash_attn import flash_attn_interface  # type: ignore[import-not-found]
-
-    return getattr(flash_attn_interface, f"_flash_attn_varlen_{direction}")
+CPU, PRODUCTS = _Cpu(), _Products()
 
 
 def _widened(x: torch.Tensor, size: int) -> torch.Tensor:
@@ -434,7 +324,7 @@ def _seen(rows: slice, before: int, keys: int, window: int | None) -> slice:
     return slice(0, keys) if window is None else slice(max(0, rows.start + before - window), rows.stop + before)
 
 
-def _window(pieces: Pieces) -> dict[str, int]:
+def window_arguments(pieces: Pieces) -> dict[str, int]:
     """The window as arguments of flash attention: numbers of keys before and after a query's own key."""
     return {} if pieces.window is None else {"window_size_left": pieces.window, "window_size_right": 0}
 
@@ -447,7 +337,7 @@ def piece_ends(lengths: Sequence[int]) -> np.ndarray:
     return ends.astype(np.int32)
 
 
-def _bounds(pieces: Pieces, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+def bounds(pieces: Pieces, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, int, int]:
     """Cumulative lengths and maximum lengths of queries and keys, the arguments of flash attention."""
     queries, keys = pieces.ends or (upload(piece_ends(part), device) for part in (pieces.queries, pieces.keys))
     return queries, keys, max(pieces.queries), max(pieces.keys)

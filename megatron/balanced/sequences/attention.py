@@ -20,6 +20,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from megatron.core.utils import unwrap_model
 
 from balancing.sequences import SequenceAttention
+from balancing.sequences.engine.kernels import Kernel
 from megatron.balanced.sequences.latents import Latents, latents_of
 from megatron.balanced.sequences.planner import Programs
 from megatron.balanced.sequences.states import DocumentOrder
@@ -51,10 +52,13 @@ class BatchAttention(NamedTuple):
     tokens: int
 
     @classmethod
-    def of(cls, programs: Programs, process_group: dist.ProcessGroup, tokens: int, *, timed: bool) -> "BatchAttention":
-        """process_group: the ranks of the plan. timed: as in `SequenceAttention`."""
+    def of(
+        cls, programs: Programs, process_group: dist.ProcessGroup, tokens: int, *, kernel: Kernel, timed: bool
+    ) -> "BatchAttention":
+        """process_group: the ranks of the plan. kernel, timed: as in `SequenceAttention`."""
         whole, windowed = (
-            kind and SequenceAttention(kind[0], program=kind[1], process_group=process_group, timed=timed)
+            kind
+            and SequenceAttention(kind[0], program=kind[1], process_group=process_group, kernel=kernel, timed=timed)
             for kind in programs
         )
         return cls(whole, whole if programs.windowed is programs.whole else windowed, tokens)

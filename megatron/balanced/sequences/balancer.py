@@ -38,14 +38,16 @@ class SequenceBalancer(StepCallback):
     schedules of `Balancers` are balanced. Micro-batches that are not packed run unchanged.
 
     chunks: the model chunks of this rank, each in `DistributedDataParallel`.
-    config: settings `domain`, `planner` and `routing`. All data-parallel ranks share the work unless `domain` is
-        "context".
+    config: settings `domain`, `planner`, `routing` and `kernel`. All data-parallel ranks share the work unless
+        `domain` is "context".
     job, cluster, report: as for `ExpertBalancer`; one rank of each domain reports. Of job, the timeout is read, and the
         sizes for an estimate of memory.
+    had_kernel: the name of the kernel of attention that a resumed run had.
     tokens: the mode in which tokens move, for a loop that reads its data through it
         (`megatron.balanced.sequences.moved_tokens`). None: they stay.
 
-    Raises ValueError for a model whose attention cannot be balanced.
+    `kernel` is the chosen kernel of attention. Raises ValueError for a model whose attention cannot be balanced, and if
+    the kernel that `config` names does not run here.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class SequenceBalancer(StepCallback):
         cluster: Cluster | None = None,
         report: Callable[[Callable[[], dict[str, Any]]], None] | None = None,
         tokens: Tokens | None = None,
+        had_kernel: str | None = None,
     ) -> None:
         check_model("SequenceBalancer", chunks, recaptures=(job or Job).recaptures)
         self.chunks, self.config = list(chunks), config or SequenceConfig(enabled=True)
@@ -66,7 +69,9 @@ class SequenceBalancer(StepCallback):
         model = get_model_config(chunks[0])
         shape = shape_of(model, getattr(unwrap_model(self.chunks)[0], "hybrid_layer_pattern", None))
         minutes = (job or Job).timeout_minutes
-        self._sharing = Sharing.connect(self.config, model, shape, cluster, minutes, timed=report is not None)
+        options = {"timed": report is not None, "had_kernel": had_kernel}
+        self._sharing = Sharing.connect(self.config, model, shape, cluster, minutes, **options)
+        self.kernel = self._sharing.kernel
         self._record = self._sharing.record
         self._tokens.attach(self.chunks, self._sharing)
         mark_model("SequenceBalancer", chunks)
@@ -111,7 +116,8 @@ class SequenceBalancer(StepCallback):
         domain, cluster, shape = self._sharing.domain, self._sharing.cluster, self._sharing.shape
         if not mpu.get_tensor_model_parallel_rank() and not domain.rank:
             stage, replica = mpu.get_pipeline_model_parallel_rank(), mpu.get_data_parallel_rank()
-            share = Share(domain, cluster, shape, stage, replica, self._tokens.padded, self._tokens.step_seconds)
+            place = stage, replica, self._tokens.padded, self._tokens.step_seconds
+            share = Share(domain, cluster, shape, self.kernel.name, dict(self.kernel.rates), *place)
             self._report(partial(step_event, self._iteration, batches, of_ranks, share))
 
     def _gather(self, numbers: list[int]) -> np.ndarray:

@@ -41,6 +41,7 @@ class Share(NamedTuple):
     are gone.
 
     domain, cluster, shape: the ranks that share micro-batches, and the model.
+    kernel, kernel_flops: as in `Choice`: name and rates.
     stage, replica: the pipeline stage and data-parallel rank of this rank.
     padded, step_seconds: as in `Tokens`.
     """
@@ -48,6 +49,8 @@ class Share(NamedTuple):
     domain: Domain
     cluster: Cluster
     shape: AttentionShape
+    kernel: str
+    kernel_flops: dict[str, float]
     stage: int
     replica: int
     padded: bool
@@ -114,7 +117,7 @@ def step_event(iteration: int, batches: Sequence[MicroBatch], of_ranks: np.ndarr
     batches: of the step, in all chunks of the rank.
     of_ranks: int64 [rank, number], `StepRecord.spent` of each rank that shares micro-batches.
     """
-    domain, cluster, shape, stage, replica, padded, step = share
+    domain, cluster, shape, kernel, kernel_flops, stage, replica, padded, step = share
     exposed, waited, *sent = of_ranks.T
     kv_intra, kv_inter, remap_intra, remap_inter = (int(part.sum()) for part in sent)
     plan_ms = sum(batch.plan_ms for batch in batches)
@@ -140,6 +143,8 @@ def step_event(iteration: int, batches: Sequence[MicroBatch], of_ranks: np.ndarr
         action="spread",
         micro_batches=len(plans),
         methods=dict(Counter(plan.method for plan in plans)),
+        kernel=kernel,
+        kernel_flops=kernel_flops,
         token_imbalance=float(np.mean([imbalance(plan.linear_tokens) for plan in plans])),
         micro_batch_imbalance_before=imbalance(costs[0]),
         micro_batch_imbalance_after=imbalance(costs[1]),

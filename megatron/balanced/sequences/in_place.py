@@ -189,7 +189,8 @@ class AttentionInPlace(Tokens):
         lengths: Lengths = tuple(gather_objects(own, sharing.hosts)[::ways])
         plan, programs, milliseconds = self._planned(lengths)  # type: ignore[arg-type]
         tokens = int(plan.linear_tokens[sharing.domain.rank])
-        attention = BatchAttention.of(programs, sharing.layers, tokens, timed=sharing.record.timed)
+        options = {"kernel": sharing.kernel.kernel, "timed": sharing.record.timed}
+        attention = BatchAttention.of(programs, sharing.layers, tokens, **options)
         for kind in attention.kinds:
             kind.upload(query.device)
         origins = tuple(origin for origin, of_rank in enumerate(lengths) for _ in of_rank)

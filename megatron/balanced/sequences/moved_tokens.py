@@ -236,7 +236,8 @@ class MovedTokens(Tokens):
         plan = read.plan
         tokens = int(plan.linear_tokens[domain.rank])
         # Without a report nobody reads the times.
-        attention = BatchAttention.of(read.programs, sharing.layers, tokens, timed=sharing.record.timed)
+        options = {"kernel": sharing.kernel.kernel, "timed": sharing.record.timed}
+        attention = BatchAttention.of(read.programs, sharing.layers, tokens, **options)
         first, *others = attention.kinds
         drawn = plan, read.origins, read.numbers
         sharing.record.add(MicroBatch(chunk, *drawn, attention.kinds, planning_ms, waited_ms))

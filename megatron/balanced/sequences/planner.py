@@ -10,11 +10,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from balancing.cluster import Cluster
 from balancing.sequences import AttentionShape, SequencePlan, plan_attention, plan_sequences
 from balancing.sequences.config import SequenceConfig
+from balancing.sequences.engine.kernel_trial import AttentionHeads
 from balancing.sequences.engine.rank_program import RankProgram, TokenBytes, compile_rank
 from balancing.sequences.planners.stay import Lengths, zigzag
 from balancing.sequences.window import in_window
 
-__all__ = ["Planner", "Programs", "bytes_of_token"]
+__all__ = ["Planner", "Programs", "bytes_of_token", "heads_of"]
 
 
 class Programs(NamedTuple):
@@ -83,14 +84,21 @@ class Planner:
         return compile_rank(plan, self.rank, self.cluster, routing, self.token_bytes)
 
 
+def heads_of(shape: AttentionShape, model: TransformerConfig) -> AttentionHeads:
+    """The heads of attention on this rank."""
+    ways = mpu.get_tensor_model_parallel_world_size()
+    heads, kv_heads = (max(number // ways, 1) for number in (shape.heads, shape.kv_heads))
+    sizes = shape.head_size, shape.value_size
+    return AttentionHeads(model.params_dtype, heads, kv_heads, *sizes, shape.window is not None)
+
+
 def bytes_of_token(shape: AttentionShape, model: TransformerConfig) -> TokenBytes:
     """Bytes of a token in the attention of this rank, for routing. If ranks exchange latents, the bytes of keys and
     values are those of latents."""
-    ways, item_bytes = mpu.get_tensor_model_parallel_world_size(), model.params_dtype.itemsize
-    heads, kv_heads = (max(number // ways, 1) for number in (shape.heads, shape.kv_heads))
+    heads, item_bytes = heads_of(shape, model), model.params_dtype.itemsize
     found = TokenBytes.of(
-        heads=heads,
-        kv_heads=kv_heads,
+        heads=heads.heads,
+        kv_heads=heads.kv_heads,
         head_size=shape.head_size,
         item_bytes=item_bytes,
         value_size=shape.value_size,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from megatron.core import mpu
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -18,9 +19,11 @@ from balancing.cluster import Cluster
 from balancing.messages import connect
 from balancing.sequences import AttentionShape
 from balancing.sequences.config import SequenceConfig
+from balancing.sequences.engine.kernel_choice import Choice, choose_kernel
 from megatron.balanced.sequences.domain import Domain
 from megatron.balanced.sequences.events import StepRecord
-from megatron.balanced.sequences.planner import Planner, bytes_of_token
+from megatron.balanced.sequences.planner import Planner, bytes_of_token, heads_of
+from megatron.balanced.shared.log import print_once
 from megatron.balanced.shared.process_groups import cluster_of, duplicate_group, split_group
 
 __all__ = ["Sharing", "Tokens"]
@@ -38,6 +41,7 @@ class Sharing:
     config: settings.
     model: its config.
     shape: of the model's attention.
+    kernel: of attention.
     record: of the step in progress.
     """
 
@@ -49,6 +53,7 @@ class Sharing:
     config: SequenceConfig
     model: TransformerConfig
     shape: AttentionShape
+    kernel: Choice
     record: StepRecord
 
     @classmethod
@@ -61,14 +66,22 @@ class Sharing:
         timeout_minutes: float,
         *,
         timed: bool,
+        had_kernel: str | None = None,
     ) -> "Sharing":
-        """All ranks of the job call it together.
+        """All ranks of the job call it together. On GPUs rank 0 prints which kernel of attention was chosen.
 
         config, model, shape: as above. Data-parallel ranks share micro-batches unless config.domain is "context".
         machine: the cluster of the job; None for defaults.
         timeout_minutes: of new process groups.
         timed: whether someone reads the times of messages.
+        had_kernel: the name of the kernel of attention that a resumed run had.
+
+        Raises KernelError, a ValueError, if the kernel that `config` names does not run here.
         """
+        device = torch.empty(0, device=torch.cuda.current_device()).device
+        kernel = choose_kernel(device, heads_of(shape, model), config.kernel, had=had_kernel)
+        if device.type != "cpu":  # which has one kernel, named in the line on all kernels
+            print_once(f"> {kernel.line}")
         domain = Domain.of_context() if config.domain == "context" else Domain.of_data()
         if config.domain == "context":
             process_group = layers = mpu.get_context_parallel_group()
@@ -88,6 +101,7 @@ class Sharing:
             config,
             model,
             shape,
+            kernel,
             StepRecord(timed),
         )
 

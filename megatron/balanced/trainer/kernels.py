@@ -5,16 +5,10 @@ import warnings
 
 import torch
 
-from balancing.sequences.engine import kernels, merging
+from balancing.sequences.engine import merging
 from megatron.balanced.cpu.device import is_cpu
 
 __all__ = ["kernels_line"]
-
-_NAMES = {
-    kernels._CPU: "torch's flash attention for CPUs",
-    kernels._PRODUCTS: "matrix products, since flash attention does not support this dtype and head size",
-    kernels._PACKAGE: "the flash-attn package's",
-}
 
 
 def kernels_line(args: argparse.Namespace) -> str:
@@ -23,7 +17,7 @@ def kernels_line(args: argparse.Namespace) -> str:
     own = "Megatron-LM's own" + (", as --transformer-impl local asks" if not engine else "")
     attention = "Transformer Engine's" if engine else f"{own}, in matrix products"
     if args.balance_sequences:
-        attention = _balanced_attention(args)
+        attention = _balanced_attention()
     experts = ""
     if args.num_experts:
         grouped = engine and args.moe_grouped_gemm
@@ -31,17 +25,11 @@ def kernels_line(args: argparse.Namespace) -> str:
     return f"kernels: attention: {attention}{experts}"
 
 
-def _balanced_attention(args: argparse.Namespace) -> str:
+def _balanced_attention() -> str:
     device = torch.device("cpu" if is_cpu() else "cuda")
-    keys, values = args.kv_channels, None
-    if args.multi_latent_attention:
-        keys, values = args.qk_head_dim + args.qk_pos_emb_head_dim, args.v_head_dim
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        chosen = kernels.choose_kernel(device, args.params_dtype, keys, values)
         fused = merging.choose_merge(device) is not merging.merge_rows
-    if isinstance(chosen, kernels.OfOneSize):
-        chosen = chosen._kernel
-    name = _NAMES.get(chosen) or f"torch's {torch.nn.attention.current_flash_attention_impl() or 'flash attention'}"
+    name = "torch's flash attention for CPUs" if is_cpu() else "the fastest here, measured when the model is built"
     merges = "merged by a Triton kernel" if fused else "merged by operations of torch"
     return "; ".join([f"{name}, {merges}", *(str(warning.message) for warning in caught)])

@@ -21,6 +21,7 @@ from balancing.cluster import Cluster
 from balancing.experts.config import ExpertConfig
 from balancing.pipeline.pattern import read_pattern
 from balancing.run_lock import one_run
+from balancing.sequences.engine.kernel_choice import KernelError
 from megatron.balanced.experts.balancer import ExpertBalancer, ReplicaMemoryError
 from megatron.balanced.layers.fill import WeightGradientFill
 from megatron.balanced.layers.graphs import GraphsOfLayers
@@ -35,7 +36,7 @@ from megatron.balanced.shared.callbacks import StepCallback, registered, use_sch
 from megatron.balanced.shared.job import Job
 from megatron.balanced.shared.process_groups import SocketLimitError
 from megatron.balanced.trainer import patches
-from megatron.balanced.trainer.checks.checkpoints import nothing_to_load
+from megatron.balanced.trainer.checks.checkpoints import KERNEL_ARGUMENT, kernel_of_checkpoint, nothing_to_load
 from megatron.balanced.trainer.config import BalanceConfig, cluster_from_flags
 from megatron.balanced.trainer.data import forward_step, is_packed, train_valid_test_datasets
 from megatron.balanced.trainer.dry_run import plan_lines
@@ -145,7 +146,7 @@ def _features(
     if config.sequences.enabled:
         tokens = MovedTokens(_batches(args, config, job), update_seqlen_stats_from_cu_seqlens)
         shared = {"config": config.sequences, "job": job, "cluster": cluster, "report": note, "tokens": tokens}
-        features.append(partial(SequenceBalancer, **shared))
+        features.append(partial(_sequence_balancer, args, shared | {"had_kernel": kernel_of_checkpoint(args)}))
         model.pre_wrap_hooks.append(use_document_positions)
     if config.experts.enabled:
         features.append(partial(_expert_balancer, config.experts, job, cluster, note))
@@ -169,6 +170,13 @@ def _features(
         forward = _say_first(note, forward)  # type: ignore[assignment]
     features += of_caller
     return features, datasets if tokens is None else tokens.datasets(datasets), forward
+
+
+def _sequence_balancer(args: argparse.Namespace, shared: dict[str, Any], chunks: list[Any]) -> SequenceBalancer:
+    """The balancer. Checkpoints hold `args`, so they record the kernel of attention, for a resumed run to repeat it."""
+    balancer = SequenceBalancer(chunks, **shared)
+    setattr(args, KERNEL_ARGUMENT, balancer.kernel.name)
+    return balancer
 
 
 def _expert_balancer(
@@ -245,7 +253,7 @@ def _pretrain(args: argparse.Namespace, model: ModelConfig, datasets: Callable, 
             get_embedding_ranks=partial(_embedding_ranks, args, model) if args.mtp_num_layers else None,
             store=store_of_process_groups(datetime.timedelta(minutes=args.distributed_timeout_minutes)),
         )
-    except (ReplicaMemoryError, SocketLimitError) as error:
+    except (ReplicaMemoryError, SocketLimitError, KernelError) as error:
         stop(error)
     except Released:
         sys.stdout.flush()

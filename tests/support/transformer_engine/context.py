@@ -47,21 +47,37 @@ def _rows(bounds: torch.Tensor, rooms: torch.Tensor) -> list[slice]:
 def _pieces(given: dict[str, Any]) -> Iterator[tuple[slice, slice, torch.Tensor]]:
     """Rows of queries, rows of keys, and which keys each query does not see, bool [queries, keys]."""
     masks = MODULE.NVTE_Mask_Type
-    mask, bottom_right = given["mask"], given["bottom_right"]
-    assert given["layout"] == MODULE.NVTE_QKV_Layout.NVTE_THD_THD_THD and given["window"][1] in (-1, 0)
-    assert given["window"][0] == -1 and given["dropout"] == 0
+    mask, bottom_right, (before, after) = given["mask"], given["bottom_right"], given["window"]
+    assert after in (-1, 0) and given["dropout"] == 0
     bounds = [given[name] for name in ("bounds_q", "bounds_k", "rooms_q", "rooms_k")]
     for bound in bounds:
         assert bound.dtype is torch.int32 and bound.is_contiguous() and len(bound) == len(bounds[0])
     causal = mask in (masks.NVTE_PADDING_CAUSAL_MASK, masks.NVTE_PADDING_CAUSAL_BOTTOM_RIGHT_MASK)
-    assert causal or mask == masks.NVTE_PADDING_MASK
+    assert causal or (mask == masks.NVTE_PADDING_MASK and before == -1)
     for rows, keys in zip(_rows(bounds[0], bounds[2]), _rows(bounds[1], bounds[3]), strict=True):
         queries, seen = rows.stop - rows.start, keys.stop - keys.start
         assert queries <= given["longest"][0] and seen <= given["longest"][1]
         hidden = torch.zeros(queries, seen, dtype=torch.bool)
+        shift = seen - queries if bottom_right else 0
         if causal:
-            hidden = ~hidden.logical_not().tril(seen - queries if bottom_right else 0)
-        yield rows, keys, hidden
+            hidden = ~hidden.logical_not().tril(shift)
+        if before >= 0:
+            hidden |= hidden.new_ones(queries, seen).tril(shift - before - 1)
+        if queries:
+            yield rows, keys, hidden
+
+
+def _check(layout: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *more: torch.Tensor) -> torch.dtype:
+    """That tensors lie in memory as the layout says, of which cuDNN knows no more than addresses. Returns the type in
+    which sums are made."""
+    layouts, (heads, size) = MODULE.NVTE_QKV_Layout, k.shape[1:]
+    assert all(x.is_contiguous() for x in (q, *more)) and q.shape[2] == size
+    if layout == layouts.NVTE_THD_TH2D:
+        assert k.shape == v.shape and k.stride() == v.stride() == (2 * heads * size, 2 * size, 1)
+        assert v.data_ptr() == k.data_ptr() + size * k.element_size()
+    else:
+        assert layout == layouts.NVTE_THD_THD_THD and k.is_contiguous() and v.is_contiguous()
+    return torch.float64 if q.dtype is torch.float64 else torch.float32
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, hidden: torch.Tensor, scale: float) -> torch.Tensor:
@@ -81,11 +97,12 @@ def fused_attn_fwd(*given: Any) -> list[torch.Tensor]:
             "rooms_k": rooms[1],
         }
     )  # fmt: skip
-    out, logsumexp = torch.zeros(*q.shape[:2], v.shape[2], dtype=q.dtype), torch.zeros(*q.shape[:2], 1)
+    dtype = _check(layout, q, k, v)
+    out, logsumexp = torch.zeros(*q.shape[:2], v.shape[2], dtype=q.dtype), torch.zeros(*q.shape[:2], 1, dtype=dtype)
     share = q.shape[1] // k.shape[1]
     for rows, keys, hidden in pieces:
-        wide_k, wide_v = (x[keys].float().repeat_interleave(share, 1) for x in (k, v))
-        scores = _scores(q[rows].float(), wide_k, hidden, scale)
+        wide_k, wide_v = (x[keys].to(dtype).repeat_interleave(share, 1) for x in (k, v))
+        scores = _scores(q[rows].to(dtype), wide_k, hidden, scale)
         logsumexp[rows] = scores.logsumexp(-1).t()[..., None]
         out[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), wide_v).to(q.dtype)
     return [out, logsumexp, torch.zeros(2, dtype=torch.int64)]
@@ -105,14 +122,17 @@ def fused_attn_bwd(*given: Any) -> list[torch.Tensor | None]:
         }
     )  # fmt: skip
     logsumexp = saved[0]
-    assert logsumexp.shape == (*q.shape[:2], 1) and logsumexp.dtype is torch.float32
+    dtype = _check(layout, q, k, v, out, grad, logsumexp)
+    assert logsumexp.shape == (*q.shape[:2], 1) and logsumexp.dtype is dtype and given[8] == layout
     dq, dk, dv = (torch.zeros(x.shape, dtype=x.dtype) for x in (q, k, v))
+    if layout == MODULE.NVTE_QKV_Layout.NVTE_THD_TH2D:  # gradients lie beside each other as keys and values do
+        dk, dv = torch.zeros(*k.shape[:2], 2, k.shape[2], dtype=k.dtype).unbind(2)
     share = q.shape[1] // k.shape[1]
     for rows, keys, hidden in pieces:
-        own, own_grad = q[rows].float(), grad[rows].float()
-        wide_k, wide_v = (x[keys].float().repeat_interleave(share, 1) for x in (k, v))
+        own, own_grad = q[rows].to(dtype), grad[rows].to(dtype)
+        wide_k, wide_v = (x[keys].to(dtype).repeat_interleave(share, 1) for x in (k, v))
         weights = (_scores(own, wide_k, hidden, scale) - logsumexp[rows, :, 0].t()[..., None]).exp()
-        correction = (own_grad * out[rows].float()).sum(-1).t()[..., None]
+        correction = (own_grad * out[rows].to(dtype)).sum(-1).t()[..., None]
         of_scores = weights * (torch.einsum("qhd,khd->hqk", own_grad, wide_v) - correction) * scale
         dq[rows] = torch.einsum("hqk,khd->qhd", of_scores, wide_k).to(q.dtype)
         for whole, part in ((dk, torch.einsum("hqk,qhd->khd", of_scores, own)),

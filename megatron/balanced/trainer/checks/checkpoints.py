@@ -20,15 +20,18 @@ from typing import Any
 from megatron.balanced.shared.errors import LocalError
 
 __all__ = [
+    "KERNEL_ARGUMENT",
     "check_load",
     "explain_checkpoint",
     "full_folders",
     "gave_up_loading",
+    "kernel_of_checkpoint",
     "megatrons_arguments",
     "nothing_to_load",
 ]
 
 _TRACKER = "latest_checkpointed_iteration.txt"
+KERNEL_ARGUMENT = "balance_attention_kernel"  # of Megatron-LM's arguments, which checkpoints hold
 _MOST_CHARACTERS = 300  # of a reason
 _FULL_BYTES = 1 << 20  # free, below which a disk counts as full
 # What torch says of a file that is shorter than, or differs from, what its index says.
@@ -67,13 +70,13 @@ def check_load(args: argparse.Namespace) -> None:
         folder, flag = Path(args.pretrained_checkpoint), "--pretrained-checkpoint"
         if not (folder / _TRACKER).is_file():
             raise LocalError(f"neither --load {args.load} nor {flag} {folder} has a {_TRACKER}; name a folder that has")
-    text = str(args.ckpt_step) if args.ckpt_step else (folder / _TRACKER).read_text(errors="replace").strip()
+    text = _iteration(args, folder)
     if text != "release" and not (text.isascii() and text.isdigit()):
         raise LocalError(
             f"{folder / _TRACKER} should hold an iteration and holds {text[:40]!r}; write one of {_iterations(folder)} "
             "into it"
         )
-    checkpoint = folder / ("release" if text == "release" else f"iter_{int(text):07d}")
+    checkpoint = _place(folder, text)
     instead = _instead(folder, text)
     if not checkpoint.is_dir():
         raise LocalError(f"{flag} {folder} has no checkpoint of iteration {text} ({checkpoint.name}); {instead}")
@@ -88,6 +91,30 @@ def check_load(args: argparse.Namespace) -> None:
         raise LocalError(
             f"checkpoint {checkpoint} {fault}: its metadata.json or .metadata cannot be read ({error}); {instead}"
         ) from error
+
+
+def kernel_of_checkpoint(args: argparse.Namespace) -> str | None:
+    """The kernel of attention of the run that `--load` resumes; None without one, and where no checkpoint says it.
+
+    args: after `check_load`.
+    """
+    if not args.load or "://" in args.load or args.finetune or not (Path(args.load) / _TRACKER).is_file():
+        return None
+    from megatron.core.dist_checkpointing import check_is_distributed_checkpoint, load_common_state_dict
+
+    checkpoint = str(_place(Path(args.load), _iteration(args, Path(args.load))))
+    if not check_is_distributed_checkpoint(checkpoint):  # the old format, which holds the weights in the same file
+        return None
+    return getattr(load_common_state_dict(checkpoint).get("args"), KERNEL_ARGUMENT, None)
+
+
+def _iteration(args: argparse.Namespace, folder: Path) -> str:
+    """The iteration to load, as text that need not be a number."""
+    return str(args.ckpt_step) if args.ckpt_step else (folder / _TRACKER).read_text(errors="replace").strip()
+
+
+def _place(folder: Path, iteration: str) -> Path:
+    return folder / ("release" if iteration == "release" else f"iter_{int(iteration):07d}")
 
 
 def _iterations(folder: Path) -> list[int]:

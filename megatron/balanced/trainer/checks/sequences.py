@@ -69,6 +69,7 @@ def check_sequences(args: argparse.Namespace, sequences: SequenceConfig) -> tupl
             f"--balance-sequences is incompatible with --window-size {window[0]},{window[1]}: no token sees "
             f"those after it; use --window-size {window[0]},0"
         )
+    sequences = _with_kernel(args, sequences)
     _check_sizes(args, sequences)
     if not args.sft and not args.dataloader_inter_document_masking:
         notes.append(
@@ -174,6 +175,20 @@ def _states(args: argparse.Namespace, ranks: int) -> list[tuple[str, str, str]]:
     flag = f"--hybrid-layer-pattern {args.hybrid_layer_pattern}"
     instead = "share micro-batches among fewer ranks, by --sequence-domain context or a smaller --context-parallel-size"
     return [(flag, f"its {layers} Mamba layers (M) take documents whole, and {why}", instead)]
+
+
+def _with_kernel(args: argparse.Namespace, sequences: SequenceConfig) -> SequenceConfig:
+    """The settings with the kernels that `--attention-backend` asks for. Raises ValueError if they name others."""
+    backend = getattr(getattr(args, "attention_backend", None), "name", "auto")
+    if backend == "auto" or sequences.kernel == backend:
+        return sequences
+    if sequences.kernel == "auto":
+        return dataclasses.replace(sequences, kernel=backend)
+    if (backend == "fused") != (sequences.kernel in ("fused", "cudnn")):
+        raise ValueError(
+            f"sequences.kernel {sequences.kernel} contradicts --attention-backend {backend}; drop one of the two"
+        )
+    return sequences
 
 
 def _check_sizes(args: argparse.Namespace, sequences: SequenceConfig) -> None:
