@@ -43,7 +43,18 @@ setup(
         "pyyaml",  # recipe files
     ],
     extras_require={
-        "gpu": ["transformer-engine[pytorch]", "flash-attn"],
+        "gpu": [
+            "transformer-engine[pytorch]",
+            "flash-attn",
+            "flash-attn-4>=4.0.0b1",  # and what its metadata does not ask for in full
+            "nvidia-cutlass-dsl",
+            "nvidia-cutlass-dsl-libs-core",
+            "nvidia-cutlass-dsl-libs-base",
+            "nvidia-cutlass-dsl-libs-cu13",
+            "apache-tvm-ffi",
+            "quack-kernels",
+            "torch-c-dlpack-ext",
+        ],
         # The libraries behind Megatron's own tokenizers; byte-level text needs none of them.
         "tokenizers": ["transformers", "sentencepiece", "tiktoken"],
         "dev": [

@@ -31,6 +31,7 @@ from balancing.doctor.installed import (
     NEEDS,
     TORCH,
     find_apex,
+    find_flash_attention_4,
     find_megatron,
     lacks,
     numbers,
@@ -135,6 +136,7 @@ def examine() -> dict[str, Any]:
         facts.update(zip(probes, pool.map(probe, probes, probes.values())))  # noqa: B905  (strict= is Python 3.10's)
     return {
         **facts,
+        "flash_attention_4": find_flash_attention_4(),
         "lacks": lacks("train"),
         "python": ".".join(map(str, sys.version_info[:3])),
         "megatron": {**facts["megatron"], **find_megatron()},
@@ -161,17 +163,28 @@ def kernels(facts: dict[str, Any]) -> dict[str, str]:
     if gpu and facts["transformer_engine"]["state"] == "ok":
         choice = "flash-attn, cuDNN" if facts["flash_attn"]["state"] == "ok" else "cuDNN"
         return {
-            "attention": f"TEDotProductAttention ({choice} or the unfused kernel, chosen by shape)",
+            "attention": f"TEDotProductAttention ({choice} or the unfused kernel, chosen by shape); "
+            f"with --balance-sequences {_measured(facts)}",
             "experts": "TEGroupedMLP with --moe-grouped-gemm, else SequentialMLP",
             "norm, optimizer": "Transformer Engine's, fused",
         }
-    flash = "torch's flash attention" if gpu else "torch's attention for CPUs"
+    flash = _measured(facts) if gpu else "torch's attention for CPUs"
     return {
         "attention": "DotProductAttention: matmul, softmax, matmul; its memory grows with sequence length squared; "
         f"with --balance-sequences {flash}",
         "experts": "SequentialMLP, one expert after the other",
         "norm, optimizer": "Apex's LayerNorm; Apex FusedAdam" if apex and gpu else "torch's; torch AdamW",
     }
+
+
+def _measured(facts: dict[str, Any]) -> str:
+    """The kernels on a GPU among which `--balance-sequences` chooses."""
+    names = ["cuDNN"] if facts["transformer_engine"]["state"] == "ok" else []
+    if facts["flash_attention_4"]["version"] and not facts["flash_attention_4"]["lacks"]:
+        names.append("FlashAttention 4 (on Hopper and Blackwell)")
+    names += ["flash-attn"] if facts["flash_attn"]["state"] == "ok" else []
+    rest = f"the fastest of {', '.join(names)} and " if names else ""
+    return f"{rest}torch's flash attention" + (", measured at the start" if names else "")
 
 
 def missing(facts: dict[str, Any]) -> dict[str, str]:
@@ -194,6 +207,8 @@ def missing(facts: dict[str, Any]) -> dict[str, str]:
     if gpu and flash["state"] != "ok":
         why = f"installed but broken ({flash['error']}); " if "error" in flash else ""
         found["flash-attn"] = why + ("only cuDNN's is used" if engine else "torch's own flash attention is used")
+    if gpu and (lacking := facts["flash_attention_4"]["lacks"]):
+        found["FlashAttention 4"] = f"does not run without its packages: pip install {' '.join(lacking)}"
     if gpu and facts["triton"]["state"] != "ok":
         why = f"installed but broken ({facts['triton']['error']}); " if "error" in facts["triton"] else ""
         found["Triton"] = f"{why}attention results are merged and tokens split by operations of torch, which are slower"

@@ -18,7 +18,18 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-__all__ = ["MEGATRON_CORE", "NEEDS", "TORCH", "find_apex", "find_megatron", "find_torch", "lacks", "use_megatron_core"]
+__all__ = [
+    "FLASH_ATTENTION_4",
+    "MEGATRON_CORE",
+    "NEEDS",
+    "TORCH",
+    "find_apex",
+    "find_flash_attention_4",
+    "find_megatron",
+    "find_torch",
+    "lacks",
+    "use_megatron_core",
+]
 
 PYTHON = (3, 12)
 MEGATRON_CORE = "0.19.2"  # tests need this release; training needs a release with the same first two numbers
@@ -27,6 +38,11 @@ MEGATRON_CORE = "0.19.2"  # tests need this release; training needs a release wi
 TORCH = ((2, 10), (2, 15))
 
 _TRAIN = ("einops", "jinja2", "matplotlib", "numpy", "packaging", "psutil", "rich", "tensorboard", "yaml")
+# What FlashAttention 4 (flash-attn-4) needs beside it, by the names to install.
+FLASH_ATTENTION_4 = (
+    "nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs-core", "nvidia-cutlass-dsl-libs-base",
+    "nvidia-cutlass-dsl-libs-cu13", "apache-tvm-ffi", "quack-kernels", "torch-c-dlpack-ext",
+)  # fmt: skip
 # Modules that a task imports besides torch and Megatron-LM.
 NEEDS = {
     "train": _TRAIN,
@@ -145,6 +161,22 @@ def find_megatron() -> dict[str, Any]:
     elif (core / "datasets" / "Makefile").is_file():
         found["dataset_helper"] = "compiles at start"
     return found
+
+
+def find_flash_attention_4() -> dict[str, Any]:
+    """The package `flash-attn-4`: version (None if it is missing), and `lacks`, the packages that it needs and this
+    Python lacks."""
+
+    def has(name: str) -> bool:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            importlib.metadata.version(name)
+            return True
+        return False
+
+    if not has("flash-attn-4"):
+        return {"version": None, "lacks": []}
+    lacking = [name for name in FLASH_ATTENTION_4 if not has(name)]
+    return {"version": importlib.metadata.version("flash-attn-4"), "lacks": lacking}
 
 
 def find_apex() -> dict[str, Any]:

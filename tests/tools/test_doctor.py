@@ -42,6 +42,7 @@ def _facts(**changes: Any) -> dict[str, Any]:
         },
         "transformer_engine": {"state": "ok", "version": "2.19.0"},
         "flash_attn": {"state": "ok", "version": "2.8.3"},
+        "flash_attention_4": {"version": "4.0.0b36", "lacks": []},
         "apex": {"state": "ok", "version": "0.1"},
         "triton": {"state": "ok", "version": "3.8.0"},
         "megatron": {"version": "0.19.2", "core": "/x/megatron/core", "training": True, "dataset_helper": "compiled"},
@@ -62,7 +63,30 @@ def test_a_complete_gpu_node_lacks_nothing():
     assert missing(_facts()) == {}
     runs = kernels(_facts())
     assert "TEDotProductAttention (flash-attn, cuDNN" in runs["attention"]
+    assert runs["attention"].endswith(
+        "; with --balance-sequences the fastest of cuDNN, FlashAttention 4 (on Hopper and Blackwell), flash-attn and "
+        "torch's flash attention, measured at the start"
+    )
     assert "TEGroupedMLP" in runs["experts"]
+
+
+def test_what_flash_attention_4_lacks_is_named(tmp_path, monkeypatch):
+    """Its packages are those of the extra [gpu]."""
+    asked = (Path(__file__).parents[2] / "setup.py").read_text()
+    assert all(f'"{name}"' in asked for name in installed.FLASH_ATTENTION_4)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert installed.find_flash_attention_4() == {"version": None, "lacks": []}
+    for name in ("flash-attn-4", "quack-kernels", "nvidia-cutlass-dsl", "apache-tvm-ffi", "torch-c-dlpack-ext"):
+        folder = tmp_path / f"{name.replace('-', '_')}-4.0.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Name: {name}\nVersion: 4.0\n")
+    found = installed.find_flash_attention_4()
+    names = "nvidia-cutlass-dsl-libs-core nvidia-cutlass-dsl-libs-base nvidia-cutlass-dsl-libs-cu13"
+    assert found == {"version": "4.0", "lacks": names.split()}
+    told = missing(_facts(flash_attention_4=found))
+    assert told == {"FlashAttention 4": f"does not run without its packages: pip install {names}"}
+    assert "FlashAttention 4" not in kernels(_facts(flash_attention_4=found))["attention"]
+    assert missing(_facts(flash_attention_4={"version": None, "lacks": []})) == {}
 
 
 @pytest.mark.parametrize(
