@@ -4,8 +4,9 @@
 
 A mixture-of-experts GPT with expert parallelism 2 trains on real text (the source of Python's standard library) without
 a load-balancing loss until its experts have specialised, and saves a checkpoint. From there the same steps run with
-`--balance-experts` off and on alternately, each run in two new processes. Compute and transfers are real; nothing is
-emulated. The ratio to the limit is the load of the busier rank over the mean, 1.0 when both compute equally much.
+`--balance-experts` off and on alternately, each run in two new processes. Then one run tries both by itself
+(`--balance-trial`): its gain by the clock should be that of the separate runs. Compute and transfers are real; nothing
+is emulated. The ratio to the limit is the load of the busier rank over the mean, 1.0 when both compute equally much.
 """
 
 import argparse
@@ -37,6 +38,12 @@ def _imbalance(report: Path) -> tuple[float, float]:
     return statistics.mean(before), statistics.mean(after)
 
 
+def _by_the_clock(report: Path) -> dict[str, Any]:
+    """What trials say of experts, the last time."""
+    lines = [json.loads(line) for line in (report / "events.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["action"] == "trial"][-1]
+
+
 def measure(train: int, steps: int, rounds: int) -> list[dict[str, Any]]:
     """Rows of the table.
 
@@ -59,6 +66,12 @@ def measure(train: int, steps: int, rounds: int) -> list[dict[str, Any]]:
                 flags += ["--balance-report", str(report)] if (kind, number) == ("on", rounds - 1) else []
                 times[kind] += step_milliseconds([*model, *flags])[4:]  # the first ones warm up and have no plan yet
                 print(f"round {number + 1} of {rounds}, {kind}: {statistics.median(times[kind]):.1f} ms", flush=True)
+        tried = folder / "tried"
+        flags = ["--load", str(folder / "checkpoint"), "--train-iters", str(train + 1000), "--finetune"]
+        flags += ["--balance-experts", "--balance-trial", str(2 * steps), "--balance-report", str(tried)]
+        alone = step_milliseconds([*model, *flags])
+        by_the_clock = _by_the_clock(tried)
+        print(f"in one run, by the clock: {by_the_clock['gain']:.2f}x", flush=True)
         before, after = _imbalance(report)
         median = {kind: statistics.median(values) for kind, values in times.items()}
         return [
@@ -70,6 +83,15 @@ def measure(train: int, steps: int, rounds: int) -> list[dict[str, Any]]:
                 "steps": len(times[kind]),
             }
             for kind in times
+        ] + [
+            {
+                "method": "trials",
+                "step_ms": statistics.median(alone),
+                "ratio_to_baseline": 1 / by_the_clock["gain"],
+                "interval": [1 / by_the_clock["gain_high"], 1 / by_the_clock["gain_low"]],
+                "ratio_to_limit": after,
+                "steps": 2 * by_the_clock["pairs"],
+            }
         ]
 
 
