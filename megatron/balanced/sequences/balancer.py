@@ -129,12 +129,9 @@ class SequenceBalancer(StepCallback):
     def held(self) -> HeldBytes:
         """Memory for the keys and values of one layer and micro-batch, and for their gradients in the accumulation
         type. Before the first micro-batch it is an upper bound, if the sizes of samples are known."""
-        rows, shape, dtype = (
-            self._record.most_rows or self._sample_rows,
-            self._sharing.shape,
-            self._sharing.model.params_dtype,
-        )
-        numbers = rows * max(shape.kv_heads // mpu.get_tensor_model_parallel_world_size(), 1)
+        shape, dtype = self._sharing.shape, self._sharing.model.params_dtype
+        rows, ways = self._record.most_rows or self._sample_rows, mpu.get_tensor_model_parallel_world_size()
+        numbers = rows * max(shape.kv_heads // ways, 1)
         numbers *= shape.head_size + (shape.value_size or shape.head_size)
         return HeldBytes(buffers=float(numbers * (dtype.itemsize + accumulation_dtype(dtype).itemsize)))
 

@@ -68,11 +68,6 @@ class StepRecord:
         self.timed, self.most_rows = timed, 0
         self._batches: list[MicroBatch] | None = None
 
-    @property
-    def is_training(self) -> bool:
-        """Whether a training step is in progress."""
-        return self._batches is not None
-
     def begin(self) -> None:
         """A schedule of a training step begins, perhaps once more."""
         self._batches = []

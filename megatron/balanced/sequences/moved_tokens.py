@@ -213,14 +213,12 @@ class MovedTokens(Tokens):
         self._read = ReadStep.read(
             iterators, self._steps.micro_batches, self._shifts, self.sharing, self._tensor_hosts, self._unpickled
         )
-        model = self.sharing.model
-        expect([rows // self._rows.multiple for rows in self._read.rows], model)
-        model.variable_seq_lengths = True  # for messages between stages, in training only
+        expect([rows // self._rows.multiple for rows in self._read.rows], self.sharing.model)
 
     def end_schedule(self) -> None:
         if self._read is not None:
-            self._read, self.sharing.model.variable_seq_lengths = None, False
-            expect_one_size()
+            self._read = None
+            expect_one_size(self.sharing.model)
 
     # A micro-batch.
 

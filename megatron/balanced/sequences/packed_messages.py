@@ -4,9 +4,9 @@ Megatron-LM flattens such a micro-batch to [1, samples x tokens] before the firs
 messages of [tokens, samples, hidden] between stages. Here they get the size of the flattened batch.
 
 If documents are distributed over micro-batches (`--sequence-micro-batches`), micro-batches differ in rows.
-Megatron-LM's
-stages would then send each other the shape of every message first, and wait for it. Here every stage knows the
-micro-batches of the step and the order of messages in the schedule, so it knows the shapes.
+Megatron-LM's stages would then send each other the shape of every message first, and wait for it. Here every stage
+knows the micro-batches of the step and the order of messages in the schedule, so it knows the shapes. They are in the
+model's config, which Megatron-LM's communicator has.
 """
 
 import functools
@@ -20,15 +20,16 @@ from balancing.pipeline.schedule import Schedule, program
 
 __all__ = ["expect", "expect_one_size", "with_flat_batches", "with_known_shapes"]
 
-_expected: dict[str, deque[list[int]]] = {}  # shapes of messages that this stage will still receive, by direction
+_SHAPES = "expected_shapes"  # in the config: direction -> shapes of messages that this stage will still receive
 
 
 def expect(rows: Sequence[int], config: Any) -> None:
-    """Set the shapes of the messages of a step.
+    """Set the shapes of the messages of a training step.
 
     rows: of each micro-batch, on this rank.
     config: of the model.
     """
+    config.variable_seq_lengths = True
     rank, ranks = mpu.get_pipeline_model_parallel_rank(), mpu.get_pipeline_model_parallel_world_size()
     if ranks == 1:
         return
@@ -36,15 +37,18 @@ def expect(rows: Sequence[int], config: Any) -> None:
     schedule = Schedule(config.microbatch_group_size_per_vp_stage, config.overlap_p2p_comm)
     actions = program(rank, ranks, len(rows), chunks=chunks, schedule=schedule)
     messages = [message for action in actions for message in action.receive]
-    for kind in ("forward", "backward"):
-        numbers = (message.micro_batch for message in messages if message.kind == kind)
-        _expected[kind] = deque([rows[micro_batch], 1, config.hidden_size] for micro_batch in numbers)
+    shapes = {
+        kind: deque([rows[one.micro_batch], 1, config.hidden_size] for one in messages if one.kind == kind)
+        for kind in ("forward", "backward")
+    }
+    setattr(config, _SHAPES, shapes)
 
 
-def expect_one_size() -> None:
-    """End the step, in which all messages must have come. Messages of validation have one size."""
-    assert not any(_expected.values()), "fewer messages came from other stages than the schedule has"
-    _expected.clear()
+def expect_one_size(config: Any) -> None:
+    """End the step of a model with this config; all its messages must have come. Those of validation have one size."""
+    config.variable_seq_lengths = False
+    left = vars(config).pop(_SHAPES, {})
+    assert not any(left.values()), "fewer messages came from other stages than the schedule has"
 
 
 def with_known_shapes(original: Callable) -> Callable:
@@ -54,10 +58,11 @@ def with_known_shapes(original: Callable) -> Callable:
     def _communicate_shapes(
         self: Any, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
     ) -> tuple[list[int], list[int]]:
-        if not _expected:
+        expected = getattr(self.config, _SHAPES, None)
+        if expected is None:
             return original(self, tensor_send_next, tensor_send_prev, recv_prev, recv_next)
         shapes = [
-            _expected[kind].popleft() if receives else [0, 0, 0]
+            expected[kind].popleft() if receives else [0, 0, 0]
             for kind, receives in (("forward", recv_prev), ("backward", recv_next))
         ]
         return shapes[0], shapes[1]
