@@ -63,8 +63,8 @@ def test_stages_are_evened_out_beside_multi_token_prediction(pool, tmp_path):
     assert all(np.array_equal(balanced.parameters[name], whole) for name, whole in plain.parameters.items())
     first, *_ = _decisions(tmp_path)
     assert (first["layout_before"], first["layout_after"]) == ("Ett|tt|tt|ttmL", "Ett|tt|ttt|tmL")
-    # The embedding, a layer and two norms with what joins their outputs, beside the last layer and the head.
-    assert first["stage_cost_after"][3] - first["stage_cost_after"][0] > first["stage_cost_after"][1] / 3
+    # The layer of multi-token prediction is the first of its own, as slow as the first of the model.
+    assert first["stage_cost_after"] == pytest.approx([0.12, 0.06, 0.09, 0.03 + 0.09])
 
 
 @pytest.mark.exhaustive
