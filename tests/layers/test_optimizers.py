@@ -57,6 +57,33 @@ def test_what_muon_saved_after_a_move_goes_on(muon, tmp_path):
     _assert_same_tensors(resumed.parameters, whole.parameters)
 
 
+def _build_again() -> list[list[int]]:
+    """Parameters in each group of three optimizers, of which the last two are built as by a move."""
+    import torch
+
+    from tests.support.small_moe import build
+
+    model = build(torch.float32)
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
+
+    from megatron.balanced.layers.balancer import _as_given
+
+    config = OptimizerConfig(optimizer="muon", lr=1e-2)
+    overrides = get_standard_config_overrides(config)
+    optimizers = [
+        get_megatron_optimizer(config, [model], config_overrides=given)
+        for given in (overrides, _as_given(overrides), _as_given(overrides))
+    ]
+    return [[len(group["params"]) for group in optimizer.param_groups] for optimizer in optimizers]
+
+
+@pytest.mark.exhaustive
+def test_a_loop_may_give_the_overrides_that_it_built_muon_with(muon):
+    """Megatron-LM has added to them what it refuses to be given."""
+    ((first, *others),) = muon.run(1, _build_again)
+    assert len(first) > 1 and others == [first, first]
+
+
 # Offloading of activations.
 
 

@@ -88,7 +88,7 @@ class LayerBalancer(StepCallback):
         _check(optimizer, config, model.pipeline_model_parallel_size, releases=loop.depart is not None)
         self.chunks, self._moves, self._report = list(chunks), moves, report
         self.iteration = 0  # from 0, the step in progress, or else the next one
-        self._first: int | None = None  # the step before the first decision could be made
+        self._first: int | None = None  # the step before which `decide` was first called
         self._warm = 0  # the last step that began with new layers
         self._settled = False
         self._micro_batches: tuple[int, ...] = ()  # of the last two schedules; the earlier one has been measured
@@ -99,8 +99,9 @@ class LayerBalancer(StepCallback):
             self._source.on_layout = on_layout
 
         def new_optimizer(config: Any, chunks: Any) -> Any:
-            given = None if overrides is None else dict(overrides)  # Megatron-LM adds to it
-            return get_megatron_optimizer(config, chunks, config_overrides=given, use_gloo_process_groups=gloo_groups)
+            return get_megatron_optimizer(
+                config, chunks, config_overrides=_as_given(overrides), use_gloo_process_groups=gloo_groups
+            )
 
         self.mover = LayerMover(self.chunks, optimizer, scheduler, new_optimizer, self._source, loop)
         plan = self.mover.plan
@@ -260,6 +261,14 @@ class LayerBalancer(StepCallback):
     def _note(self, event: dict[str, Any]) -> None:
         if self._report is not None:
             self._report(lambda: event)
+
+
+def _as_given(overrides: Any) -> Any:
+    """`overrides` as they were before `get_megatron_optimizer`. It adds to them which parameters have another optimizer
+    than Muon, and refuses to be given that."""
+    if overrides is None:
+        return None
+    return {key: override for key, override in overrides.items() if "optimizer" not in override}
 
 
 def _check(optimizer: Any, config: LayerConfig, stages: int, *, releases: bool) -> None:
