@@ -86,6 +86,14 @@ def test_every_room_has_its_floor():
         assert {room for room in rooms if not room.startswith("__")} == set(floors)
 
 
+def test_every_balancer_is_defined_once():
+    """All loops have the same class."""
+    names = ["ExpertBalancer", "SequenceBalancer", "LayerBalancer"]
+    trees = [ast.parse(path.read_text()) for path in REPOSITORY.glob("megatron/**/*.py")]
+    defined = [node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    assert sorted(name for name in defined if name in names) == sorted(names)
+
+
 def test_only_the_trainer_reads_arguments_and_megatrons_training():
     for file, (package, room), module in _arrows():
         if (package, room) != ("megatron.balanced", "trainer"):
