@@ -286,6 +286,15 @@ class Cluster:
         nics = max(1, round(self.nics_per_node * fewer))
         return replace(self, nodes=nodes, ranks_per_node=ranks_per_node, nics_per_node=nics)
 
+    def with_kernel(self, name: str) -> Self:
+        """The same hardware with attention planned as the kernel `name` computes it, if its rates are known.
+
+        name: of `Rates.attention`, as in `balancing.sequences.engine`: "fa2", "fa3", "cudnn".
+        """
+        if self.rates is None or name not in dict(self.rates.attention):
+            return self
+        return replace(self, rates=replace(self.rates, kernel=name))
+
 
 def _ranks_in_rack(world_size: int, rack: int, host: int) -> int:
     """Ranks of a job in each rack, if the job is in as few racks as can hold it in equal parts of whole hosts."""

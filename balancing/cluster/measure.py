@@ -73,7 +73,7 @@ class _Sizes(NamedTuple):
 
 _ON_CUDA = _Sizes((128, 512, 2048, 8192, 32768), (512, 2048, 8192), 32, 128, 4096, 2**28, torch.bfloat16)
 _ON_CPU = _Sizes((128, 512, 2048), (32, 128, 512), 2, 64, 256, 2**24, torch.float32)
-_BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+_BACKENDS = {"fa2": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 _GROUPS = 16  # whose products are started one by one
 
 

@@ -4,9 +4,9 @@ Measured on 2026-11-26 on one NVIDIA H100 80GB HBM3, driver 580.159.04, torch 2.
 2.20.2, commit 7c0c1ac, bf16, head size 128, 32 heads and 8 key heads, 64k tokens a call (32k with one document)
 (benchmarks/log/h100.md). `python -m benchmarks.costs` sets all measured rows beside these rates.
 
-- flash: FlashAttention 2 of torch, which `balancing.sequences.engine` calls.
+- fa2: FlashAttention 2 of torch. Planners assume it unless they are told another (`Cluster.with_kernel`).
 - cudnn: cuDNN's fused attention over packed documents, as Transformer Engine calls it.
-- flash3: FlashAttention 3, read by eye (+-3 %) from a figure of MagiAttention's documentation (cp_benchmark.md, H100,
+- fa3: FlashAttention 3, read by eye (+-3 %) from a figure of MagiAttention's documentation (cp_benchmark.md, H100,
   64 heads and 8 key heads). Points up to 4k tokens are estimates: they are packed calls of eight times as many tokens,
   whose lengths are not given.
 - Grouped products: torch._grouped_mm, forward and backward, of experts of Mixtral 8x7B, Qwen3-30B-A3B and DeepSeek-V3.
@@ -30,13 +30,13 @@ def _documents(points: dict[int, float]) -> tuple[AttentionPoint, ...]:
 
 
 H100 = Rates(
-    kernel="flash",
+    kernel="fa2",
     attention=(
-        ("flash", KernelPoints(_documents({128: 53.5, 1024: 192.2, 8192: 337.2, 32768: 352.9}),
+        ("fa2", KernelPoints(_documents({128: 53.5, 1024: 192.2, 8192: 337.2, 32768: 352.9}),
                                _documents({128: 37.5, 1024: 177.3, 8192: 297.4, 32768: 314.4}))),
         ("cudnn", KernelPoints(_documents({128: 53.5, 1024: 340.0, 8192: 520.4, 32768: 543.4}),
                                _documents({128: 38.5, 1024: 237.6, 8192: 467.1, 32768: 507.6}))),
-        ("flash3", KernelPoints(_documents({512: 357, 1024: 483, 2048: 543, 4096: 584, 32768: 680}),
+        ("fa3", KernelPoints(_documents({512: 357, 1024: 483, 2048: 543, 4096: 584, 32768: 680}),
                                 _documents({512: 206, 1024: 318, 2048: 375, 4096: 425, 32768: 586}))),
     ),
     products=((1820, 470.3e12), (2048, 491.1e12), (2731, 577.9e12), (4096, 614.5e12), (8192, 577.6e12)),
@@ -44,7 +44,7 @@ H100 = Rates(
     post_seconds=52e-6,
     group_seconds=48e-6,
     copy_bandwidth=3.0e12,
-    source="one H100 80GB HBM3, 2026-11-26, commit 7c0c1ac; flash3: MagiAttention's cp_benchmark.md, read by eye",
+    source="one H100 80GB HBM3, 2026-11-26, commit 7c0c1ac; fa3: MagiAttention's cp_benchmark.md, read by eye",
 )  # fmt: skip
 _SHEET = 989.0  # TFLOP/s of an H100's data sheet, dense bf16
 # FlashAttention 2 reaches 0.72 of large matrix products on an A800, where it reaches 0.45 on an H100.

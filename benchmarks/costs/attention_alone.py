@@ -69,7 +69,7 @@ def batch(gpus: int, seed: int) -> list[int]:
     return found
 
 
-def modelled(method: str, gpus: int, kernel: str = "flash3") -> tuple[float, float]:
+def modelled(method: str, gpus: int, kernel: str = "fa3") -> tuple[float, float]:
     """TFLOP/s of a GPU, forward and backward, of the mean of a few batches. method: of `METHODS` or `OURS`."""
     cluster = replace(Cluster.preset("h100-8x400g", nodes=gpus // 8), rates=replace(H100, kernel=kernel))
     work, seconds = 0.0, np.zeros(2)

@@ -27,7 +27,7 @@ __all__ = ["Point", "host_points", "points"]
 _MIX = (32768, *[8192] * 2, *[4096] * 2, *[1024] * 8)
 # TFLOP/s, forward and backward, 32 heads of 128 and 8 key heads, but with one document of 16k: 32 key heads.
 _ATTENTION: dict[str, dict[tuple[int, ...], tuple[float, float]]] = {
-    "flash": {
+    "fa2": {
         (128,) * 512: (53.5, 37.5), (1024,) * 64: (192.2, 177.3), (8192,) * 8: (337.2, 297.4),
         (16384,): (326.6, 311.7), (32768,): (352.9, 314.4), _MIX: (351.8, 314.2),
     },

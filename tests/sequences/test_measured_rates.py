@@ -123,7 +123,7 @@ def test_a_document_takes_the_time_of_its_curve():
     flops = pair_flops(GQA.heads, GQA.head_size)
     for tokens in (128, 1024, 8192, 32768):
         found = whole_seconds([tokens], cluster, GQA)[0] / GQA.layers
-        kernel = dict(H100.attention)["flash"]
+        kernel = dict(H100.attention)["fa2"]
         measured = sum(
             causal_pairs(tokens, tokens) * flops * more / point.flops
             for way, more in ((kernel.forward, 1.0), (kernel.backward, 2.5))

@@ -357,7 +357,7 @@ def test_one_process_measures_itself_and_guesses_nothing(tmp_path, capsys, monke
     assert cluster.flops == pytest.approx(2 * 1024**3 / 0.01)
     assert cluster.memory == host_memory()
     rates = cluster.rates
-    assert rates.measured and rates.kernel == "flash" and [name for name, _ in rates.attention] == ["flash"]
+    assert rates.measured and rates.kernel == "fa2" and [name for name, _ in rates.attention] == ["fa2"]
     pairs = 2048 * 2049 / 2
     assert rates.attention[0][1].forward[-1] == (2048, 2048, pytest.approx(4 * 2 * 64 * pairs / 0.01))
     assert rates.attention[0][1].backward[-1].flops == pytest.approx(2.5 * 4 * 2 * 64 * pairs / 0.01)

@@ -27,7 +27,7 @@ from balancing.cluster.rates import (
 )
 
 
-def forward(raw: dict, kernel: str = "flash") -> list:
+def forward(raw: dict, kernel: str = "fa2") -> list:
     """The points of a kernel's forward pass in a file."""
     return raw["attention"][kernel]["forward"]
 
@@ -133,7 +133,7 @@ def test_json_round_trip_and_a_file_of_the_old_form(tmp_path, caplog):
     [
         (
             lambda raw: forward(raw)[1].__setitem__(2, 0.0),
-            r"attention.flash.forward\[1\], FLOP/s: 0",
+            r"attention.fa2.forward\[1\], FLOP/s: 0",
         ),
         (
             lambda raw: forward(raw, "cudnn")[0].__setitem__(2, math.nan),
@@ -141,30 +141,30 @@ def test_json_round_trip_and_a_file_of_the_old_form(tmp_path, caplog):
         ),
         (
             lambda raw: forward(raw)[0].__setitem__(0, None),
-            r"flash.forward\[0\], queries: None",
+            r"fa2.forward\[0\], queries: None",
         ),
         (
             lambda raw: forward(raw)[3].__setitem__(2, 1e14),
-            r"flash.forward: 1e\+14 .* 32768 tokens",
+            r"fa2.forward: 1e\+14 .* 32768 tokens",
         ),
-        (lambda raw: forward(raw).__delitem__(slice(1, 3)), r"flash.forward has rates of 2"),
+        (lambda raw: forward(raw).__delitem__(slice(1, 3)), r"fa2.forward has rates of 2"),
         (
             lambda raw: forward(raw).__delitem__(1),
-            "flash.forward has no rate between 128 and 8192",
+            "fa2.forward has no rate between 128 and 8192",
         ),
-        (lambda raw: raw["attention"]["flash"].pop("backward"), "rates.attention.flash.backward is missing"),
+        (lambda raw: raw["attention"]["fa2"].pop("backward"), "rates.attention.fa2.backward is missing"),
         (
             lambda raw: forward(raw)[0].__setitem__(0, 256),
             "256 queries are more than the 128 keys",
         ),
         (
             lambda raw: forward(raw).append([1, 2]),
-            r"flash.forward\[4\]: \[1, 2\] must be a list of 3",
+            r"fa2.forward\[4\]: \[1, 2\] must be a list of 3",
         ),
         (lambda raw: raw["products"][4].__setitem__(1, 4e14), r"rates.products: 4e\+14 FLOP/s at 8192 rows"),
         (lambda raw: raw["products"].clear(), "rates.products has rates of 0"),
         (lambda raw: raw.update(products=None), "rates.products is missing"),
-        (lambda raw: raw.update(kernel="flash9"), "rates.kernel='flash9' has no entry"),
+        (lambda raw: raw.update(kernel="fa9"), "rates.kernel='fa9' has no entry"),
         (
             lambda raw: raw.update(operation_seconds=-1e-6),
             "operation_seconds: -1e-06 must be a number of at least 0",
@@ -201,3 +201,11 @@ def test_scaled_rates_keep_the_host():
     assert half.grouped.flops == pytest.approx(H100.grouped.flops / 2)
     assert half.operation_seconds == H100.operation_seconds and not half.measured
     assert np.isclose(half.backward.piece, H100.backward.piece)
+
+
+def test_a_cluster_plans_with_the_kernel_that_it_is_told():
+    cluster = Cluster.preset("h100-8x400g")
+    assert cluster.with_kernel("cudnn").rates.forward.flops > 1.3 * cluster.rates.forward.flops
+    assert cluster.with_kernel("cudnn").with_kernel("fa2") == cluster
+    assert hash(cluster.with_kernel("cudnn")) != hash(cluster), "caches tell them apart"
+    assert cluster.with_kernel("another") == cluster and Cluster.sheet("h100-8x400g").with_kernel("fa3").rates is None
