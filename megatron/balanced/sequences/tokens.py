@@ -97,7 +97,7 @@ class Sharing:
             process_group,
             layers,
             duplicate_group(process_group, timeout_minutes, on_host=True),
-            cluster_of(dist.get_process_group_ranks(process_group), machine),
+            cluster_of(dist.get_process_group_ranks(process_group), machine).with_kernel(kernel.name),
             config,
             model,
             shape,
