@@ -22,13 +22,14 @@ def _largest_differences(kv_heads: int, beside: bool, value_size: int, dtype: st
         k, v = kv[..., :16], kv[..., 16:]
         if not beside:
             k, v = k.transpose(0, 1).contiguous().transpose(0, 1), v.contiguous()
-        found = []
+        found, drawn = [], torch.get_rng_state()
         for one in (kernel, PRODUCTS):
             out, logsumexp = one.forward(q, k, v, pieces, 0.3)
             assert logsumexp.is_contiguous()
             # Backward gets results over more keys than those of the pieces, as from the engine.
             all_out, of_all = merge(out.to(logsumexp.dtype), logsumexp, out.flip(0).to(logsumexp.dtype), logsumexp + 1)
             found.append((out, logsumexp, *one.backward(grad, q, k, v, all_out.to(of), of_all, pieces, 0.3)))
+        assert torch.equal(drawn, torch.get_rng_state()), "the model's generator has advanced"
         for number, (own, other) in enumerate(zip(*found, strict=True)):
             assert own.shape == other.shape and own.dtype is other.dtype
             difference = (own - other).abs().max() / other.abs().max()

@@ -46,6 +46,9 @@ class CudnnPacked:
         self._dtypes = TE_DType
         self._directions = [_Function(getattr(fused_attn, f"fused_attn_{name}")) for name in ("fwd", "bwd")]
         self._plans: set[tuple[Any, ...]] = set()
+        # Of dropout, which is off. Without a generator of its own, each call would advance that of the model, and ranks
+        # make different numbers of calls.
+        self._draw: torch.Generator | None = None
         self._state: torch.Tensor | None = None
 
     def refusal(self, backward: bool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pieces: Pieces) -> str:
@@ -67,7 +70,10 @@ class CudnnPacked:
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pieces: Pieces, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        out, saved, *_ = self._directions[0](is_training=True, **self._arguments(q, k, v, pieces, scale))
+        if self._draw is None or self._draw.device != q.device:
+            self._draw = torch.Generator(q.device)
+        arguments = self._arguments(q, k, v, pieces, scale)
+        out, saved, *_ = self._directions[0](is_training=True, rng_gen=self._draw, **arguments)
         statistics = saved[0]
         if statistics.shape != (*q.shape[:2], 1) or statistics.dtype is not accumulation_dtype(q.dtype):
             raise RuntimeError(
@@ -88,7 +94,7 @@ class CudnnPacked:
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if self._state is None or self._state.device != q.device:
-            self._state = torch.zeros(2, dtype=torch.int64, device=q.device)  # of dropout, which is off
+            self._state = torch.zeros(2, dtype=torch.int64, device=q.device)
         arguments = self._arguments(q, k, v, pieces, scale)
         dq, dk, dv, *_ = self._directions[1](
             o=out.contiguous(),

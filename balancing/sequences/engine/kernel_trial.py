@@ -5,9 +5,10 @@ has one query, masks from another corner. So small pieces of every kind are comp
 with NaN in the memory that the results get. Backward gets the output and the logsumexp of more keys than its own.
 """
 
+import contextlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -92,14 +93,16 @@ def difference(kernel: Kernel, device: torch.device, heads: AttentionHeads, piec
     # First the kernel, so that no right result is left in the memory that it gets.
     found = [*kernel.forward(q, k, v, pieces, scale)]
     exact = q.double(), k.double(), v.double()
-    out, logsumexp = PRODUCTS.forward(*exact, pieces, scale)
+    with _in_any_order():
+        out, logsumexp = PRODUCTS.forward(*exact, pieces, scale)
     wanted = [out, logsumexp]
     # Backward gets results over more keys than those of the pieces, as from the engine.
     out, logsumexp = merge(out, logsumexp, out.flip(0), logsumexp + 0.5)
     rounded, kept = out.to(heads.dtype), logsumexp.to(accumulation_dtype(heads.dtype))
     _leave_nan(q, k, v)
     found += kernel.backward(grad, q, k, v, rounded, kept, pieces, scale)
-    wanted += PRODUCTS.backward(grad.double(), *exact, rounded.double(), kept.double(), pieces, scale)
+    with _in_any_order():
+        wanted += PRODUCTS.backward(grad.double(), *exact, rounded.double(), kept.double(), pieces, scale)
     largest = max(float(one.norm()) for one in wanted[2:])
     worst = "results", 0.0
     for what, one, other in zip(_RESULTS, found, wanted, strict=True):
@@ -109,6 +112,17 @@ def difference(kernel: Kernel, device: torch.device, heads: AttentionHeads, piec
         error = math.inf if math.isnan(error) else error
         worst = max(worst, (what, error), key=lambda pair: pair[1])
     return worst
+
+
+@contextlib.contextmanager
+def _in_any_order() -> Iterator[None]:
+    """Products need not repeat bit for bit, which cuBLAS refuses to promise without a setting."""
+    before, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(False)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warns)
 
 
 def _leave_nan(*like: torch.Tensor) -> None:

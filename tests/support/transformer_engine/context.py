@@ -97,6 +97,7 @@ def fused_attn_fwd(*given: Any) -> list[torch.Tensor]:
             "rooms_k": rooms[1],
         }
     )  # fmt: skip
+    torch.rand(1, generator=given[28])  # as on a GPU, where the generator advances without dropout, too
     dtype = _check(layout, q, k, v)
     out, logsumexp = torch.zeros(*q.shape[:2], v.shape[2], dtype=q.dtype), torch.zeros(*q.shape[:2], 1, dtype=dtype)
     share = q.shape[1] // k.shape[1]
