@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 # Operations of the engine on the device besides calls and merges, (forward, backward), as counted by
-# `python -m benchmarks.sequences.launches`: of a pass (keys into the workspace, sums set to zero, conversions), of a
+# `python -m benchmarks.host`: of a pass (keys into the workspace, sums set to zero, conversions), of a
 # round of a ring and of a turn of gathering (rows copied together, gradients added).
 _PASS, _RING, _TURN = (5, 5), (1, 6), (3, 9)
 _MESSAGES = (1, 2)  # keys forward; keys and their gradients backward

@@ -33,8 +33,6 @@ from balancing.sequences.traffic import TokenTraffic, plan_links, traffic_second
 from balancing.sequences.window import in_window
 from benchmarks.baselines import sequences as baselines
 from benchmarks.sequences.bound import least_crossing
-from benchmarks.sequences.launches import launches
-from benchmarks.sequences.launches import main as launches_main
 from benchmarks.sequences.lengths import DISTRIBUTIONS, draw_batch, draw_lengths
 from benchmarks.sequences.plans import main, plans, sources
 from tests.support.patience import PATIENCE
@@ -546,20 +544,6 @@ def test_benchmark_of_plans(tmp_path, capsys):
     recorded.write_text("12 0")
     assert main(["--lengths", str(recorded)]) == 2 and "of at least 1 token" in capsys.readouterr().err
     assert main(["--lengths", str(tmp_path / "none")]) == 2 and "No such file" in capsys.readouterr().err
-
-
-def test_benchmark_of_launches(capsys):
-    """One small cell of it: every planner within its target, Transformer Engine's ring beside them."""
-    with Progress(disable=True) as progress:
-        rows = launches({"prolong": "prolong"}, [4], 1, 1, progress)
-    forward = {(row.method, row.what): row for row in rows if row.direction == "forward"}
-    for method in OWN:
-        assert forward[method, "calls"].met and forward[method, "merges"].met
-        assert forward[method, "launches"].figure > forward[method, "calls"].figure + forward[method, "merges"].figure
-        assert forward[method, "microseconds"].figure > 0 and forward[method, "bytes"].figure > 0
-    assert forward["ring", "calls"].figure == forward["Transformer Engine's ring", "calls"].figure == 4
-    assert forward["ring", "messages"].figure == 3
-    assert launches_main(["--ranks", "12"]) == 2 and "--ranks 12 does not fill" in capsys.readouterr().err
 
 
 def test_planners_do_not_need_megatron():

@@ -12,12 +12,11 @@ import pytest
 import torch
 
 from balancing.cluster import Cluster
-from balancing.sequences import AttentionShape, Statistics, compile_rank, plan_sequences
+from balancing.sequences import AttentionShape, SequenceAttention, compile_rank, plan_sequences
 from balancing.sequences.engine import attention, merging
-from balancing.sequences.engine.attention_call import AttentionCall
-from balancing.sequences.engine.call_rows import rows_on_device
 from balancing.sequences.engine.merging import add_rows, merge_rows
-from benchmarks.sequences import launches
+from benchmarks.host.attention import Kernel
+from benchmarks.host.counting import Counted, fake_ranks
 from tests.support.command import run_python
 from tests.support.patience import PATIENCE
 
@@ -153,14 +152,11 @@ def _run_engine(lengths: list[int], method: str, rank: int) -> None:
     shape = AttentionShape(64, 4, 2, 2, 64)
     plan = plan_sequences(lengths, cluster, shape=shape, method=method)
     program = compile_rank(plan, rank, cluster)
-    rows = rows_on_device(program.program.calls, program.table, torch.device("cpu"))[0]
-    counted = launches.Counted()
-    transport, kernel = launches._Unsent(rank, counted), launches._Unlaunched(counted)
-    call = AttentionCall(program, transport, Statistics(), kernel, 1.0, rows)
     tokens = int(plan.linear_tokens[rank])
     inputs = [torch.zeros(tokens, heads, 16, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2)]
-    out = attention._Attention.apply(*inputs, None, None, None, call)
-    torch.autograd.grad(out, inputs, torch.zeros_like(out))
+    with fake_ranks(rank, plan.ranks):
+        out = SequenceAttention(plan, program=program, kernel=Kernel(Counted()))(*inputs)
+        torch.autograd.grad(out, inputs, torch.zeros_like(out))
 
 
 @pytest.mark.parametrize("listed", [False, True])

@@ -102,7 +102,8 @@ class AttentionCall:
         """The chain of the program's transfer groups of keys that ranks send on. rows, dtype: as in `start`."""
         groups = self.rank_program.program.chained
         stream = self.transport.stream(rows.device) if groups and rows.is_cuda else None
-        return Chain({group: self._prepare(group, rows, dtype) for group in groups}, stream)
+        starts = {group: self._prepare(group, rows, dtype) for group in groups}
+        return Chain(starts, self.transport.in_order, stream)
 
     def _prepare(self, transfer_group: TransferGroup, rows: torch.Tensor, dtype: torch.dtype) -> Callable[[], Pending]:
         """Count the messages of a transfer group and return a function that starts them."""

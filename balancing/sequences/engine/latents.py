@@ -37,7 +37,7 @@ class Projection(NamedTuple):
     def project(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys [row, heads, head_size] and values [row, heads, value_size] of rows [row, 1, latent + shared]."""
         latent, shared = self._split(rows)
-        projected = (latent @ self.weight.t()).unflatten(1, (self.heads, -1))
+        projected = (latent @ self.weight.t()).view(len(rows), self.heads, self.weight.shape[0] // self.heads)
         of_head = self.head_size - self.shared
         keys = torch.cat((projected[..., :of_head], shared[:, None].expand(-1, self.heads, -1)), 2)
         return keys, projected[..., of_head:]

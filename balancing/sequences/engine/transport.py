@@ -14,7 +14,9 @@ transfers on the communicator's stream is enough to relay. Elsewhere a thread re
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import groupby
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -93,18 +95,22 @@ class Chain:
     """Transfer groups that start one after another, each once the group before it has arrived.
 
     starts: for each transfer group, in order, a function that starts its messages.
-    stream: of a GPU, for packing, sending and receiving; None to use a thread of the host.
+    in_order: as in `Transport`. If not, a thread of the host starts the groups.
+    stream: of a GPU, for packing, sending and receiving.
 
     Call `start` for each group in order, and later `wait`. With a thread the first call of `start` starts the whole
-    chain. On a GPU `start` puts its group on the stream. That gives all ranks the same order of transfers on a
+    chain. Otherwise `start` puts its group on the stream. That gives all ranks the same order of transfers on a
     communicator, and starts a group before the computation that needs the group before it.
     """
 
     def __init__(
-        self, starts: Mapping[TransferGroup, Callable[[], Pending]], stream: torch.cuda.Stream | None = None
+        self,
+        starts: Mapping[TransferGroup, Callable[[], Pending]],
+        in_order: bool = False,
+        stream: torch.cuda.Stream | None = None,
     ) -> None:
         self.on_cuda = stream is not None
-        self._starts, self._stream = starts, stream
+        self._starts, self._in_order, self._stream = starts, in_order, stream
         self._under_way: tuple[TransferGroup, Pending] | None = None
         self._events: dict[TransferGroup, torch.cuda.Event] = {}
         self._came = {transfer_group: threading.Event() for transfer_group in starts}
@@ -115,8 +121,8 @@ class Chain:
 
     def start(self, transfer_group: TransferGroup) -> None:
         """Start the messages of a group once the group before it has arrived."""
-        if self._stream is not None:
-            with torch.cuda.stream(self._stream):
+        if self._in_order:
+            with self._on_stream():
                 self._finish()
                 self._under_way = transfer_group, self._starts[transfer_group]()
         elif self._thread is None:
@@ -124,22 +130,27 @@ class Chain:
 
     def wait(self, transfer_group: TransferGroup) -> None:
         """Return when the messages of a group have arrived; on a GPU the current stream waits."""
-        if self._stream is not None:
-            with torch.cuda.stream(self._stream):
+        if self._in_order:
+            with self._on_stream():
                 self._finish()
-            torch.cuda.current_stream().wait_event(self._events.pop(transfer_group))
+            if self._stream is not None:
+                torch.cuda.current_stream().wait_event(self._events.pop(transfer_group))
             return
         self._came[transfer_group].wait()
         if self._error is not None:
             raise self._error
+
+    def _on_stream(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _finish(self) -> None:
         """Make the stream wait for the group under way."""
         if self._under_way is not None:
             transfer_group, pending = self._under_way
             pending.wait()
-            self._events[transfer_group] = torch.cuda.Event()
-            self._events[transfer_group].record()
+            if self._stream is not None:
+                self._events[transfer_group] = torch.cuda.Event()
+                self._events[transfer_group].record()
             self._under_way = None
 
     def _run(self) -> None:
@@ -154,12 +165,18 @@ class Chain:
 
 
 class Transport:
-    """Starts messages on the communicator of `process_group` (all ranks by default). rank: in the process group."""
+    """Starts messages on the communicator of `process_group` (all ranks by default).
+
+    rank: in the process group.
+    in_order: whether the communicator runs messages in the order in which they are started, as NCCL does. Over gloo a
+        message runs when both of its ranks have started it.
+    """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         self.process_group = dist.group.WORLD if process_group is None else process_group
         assert self.process_group is not None, "torch.distributed is initialized"
         self.rank = dist.get_rank(self.process_group)
+        self.in_order = dist.get_backend(self.process_group) != "gloo"
         self._ranks = dist.get_process_group_ranks(self.process_group)
         self._stream: torch.cuda.Stream | None = None
         connect(self.process_group)
@@ -221,7 +238,7 @@ class Transport:
             for peer, buffer in sends.items()
             if peer != self.rank and (self.rank, peer) not in routed
         ]
-        if into.is_cuda:
+        if self.in_order:
             self._in_turns(pending, direct, slices, (sends, receives), tag)
         else:
             self._on_host(pending, direct, slices, (sends, receives), tag)
@@ -250,7 +267,7 @@ class Transport:
     def _in_turns(
         self, pending: Pending, direct: Sequence[dist.P2POp], slices: Sequence[Slice], ends: Ends, tag: int
     ) -> None:
-        # NCCL runs messages in the order in which they are started. So all ranks start the messages of one turn
+        # Messages run in the order in which they are started. So all ranks start the messages of one turn
         # together, and a slice has arrived before the next turn sends it on.
         turns: dict[int, list[dist.P2POp]] = defaultdict(list)
         turns[0] = list(direct)

@@ -1,0 +1,1 @@
+"""What the balancers ask of the host: `python -m benchmarks.host`."""

@@ -1,0 +1,202 @@
+"""An MoE layer with replicas beside Megatron-LM's own, the report's hooks on a layer, and the wrapper of a schedule.
+
+Layers are those of megatron.core on the CPU device (`megatron.balanced.cpu`), with a few tokens of a few numbers. The
+device's function mode adds to every operation of torch, of Megatron-LM's and of ours alike, so the ratios count here,
+and additions are timed under it, too. The split of tokens is one launch, as on a GPU.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.host.counting import Counted, Measured, fake_ranks, measure
+
+__all__ = ["experts", "report"]
+
+_HIDDEN, _TOKENS, _TOPK = 32, 64, 2
+_SLOTS, _EXPERTS = 2, 4  # of a rank
+_WITHOUT, _WITH, _HOOKS = 1.02, 1.10, 1.01  # goals
+
+
+@contextmanager
+def _megatron(ranks: int) -> Iterator[None]:
+    """megatron.core on the CPU device, as the first of fake expert-parallel ranks."""
+    from megatron.balanced.cpu.device import is_cpu, use_cpu
+
+    if not is_cpu():
+        use_cpu()
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    with fake_ranks(0, ranks):
+        parallel_state.initialize_model_parallel(expert_model_parallel_size=ranks, create_gloo_process_groups=False)
+        model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+        try:
+            yield
+        finally:
+            parallel_state.destroy_model_parallel()
+
+
+def _row(case: str, measured: Measured, ratio: float | None, goal: float | None) -> dict[str, Any]:
+    counted = measured.counted
+    found = {"case": case, "seconds": measured.seconds, "additions": measured.additions, "launches": counted.launches}
+    return found | {"messages": counted.messages, "calls": counted.calls, "ratio": [ratio, goal]}
+
+
+def experts(quick: bool) -> list[dict[str, Any]]:
+    """An MoE layer of Megatron-LM at several expert-parallel sizes, and balanced with none, one and both slots full."""
+    rows = []
+    for ranks in (4, 8) if quick else (4, 8, 64):
+        with _megatron(ranks):
+            own = _moe_layer(ranks, None)
+            rows.append(_row(f"EP {ranks}, Megatron-LM's", own, None, None))
+            for full in range(_SLOTS + 1):
+                measured = _moe_layer(ranks, full)
+                case = f"EP {ranks}, {full} of {_SLOTS} slots full" if full else f"EP {ranks}, no replicas"
+                rows.append(_row(case, measured, measured.seconds / own.seconds, _WITH if full else _WITHOUT))
+    return rows
+
+
+def _moe_layer(ranks: int, full: int | None) -> Measured:
+    """Forward and backward of a layer. full: slots with a replica on each rank; None for Megatron-LM's own layer."""
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.mlp import MLPSubmodules
+    from megatron.core.transformer.moe import token_dispatcher
+    from megatron.core.transformer.moe.experts import SequentialMLP
+    from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megatron.balanced.experts.exchange import balance_layer
+    from megatron.balanced.experts.known_counts import takes_known_counts, with_known_counts
+
+    if not takes_known_counts():
+        gather = token_dispatcher.gather_from_sequence_parallel_region
+        token_dispatcher.gather_from_sequence_parallel_region = with_known_counts(gather)
+    number = _EXPERTS * ranks
+    config = TransformerConfig(
+        num_layers=1, num_attention_heads=4, hidden_size=_HIDDEN, moe_ffn_hidden_size=_HIDDEN,
+        num_moe_experts=number, moe_router_topk=_TOPK, moe_token_dispatcher_type="alltoall",
+        expert_model_parallel_size=ranks, add_bias_linear=False, gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu, moe_router_load_balancing_type="none",
+    )  # fmt: skip
+    linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    layer: Any = MoELayer(config, MoESubmodules(experts=partial(SequentialMLP, submodules=linears)), layer_number=1)
+    chosen = torch.arange(_TOKENS * _TOPK).view(_TOKENS, _TOPK) % number
+    routing_map = torch.zeros(_TOKENS, number, dtype=torch.bool).scatter_(1, chosen, True)
+    probs = (torch.rand(_TOKENS, number) * routing_map).requires_grad_()
+    layer.route = lambda hidden, padding_mask=None: (probs, routing_map)
+    hidden = torch.randn(_TOKENS, 1, _HIDDEN, requires_grad=True)
+    grad = torch.randn(_TOKENS, 1, _HIDDEN)
+    counted = Counted()
+    slots = None
+    if full is not None:
+        _split_at_once(counted)
+        balance_layer(layer, _SLOTS)
+        slots = _fill(layer, ranks, full)
+
+    def both() -> None:
+        if slots is not None:
+            slots.begin_step([layer.placement], 1)
+        layer(hidden)[0].backward(grad)
+        if slots is not None:
+            slots.end_step()
+            layer.forget_passes()
+
+    return measure(both, counted, repeats=25)
+
+
+def _fill(layer: Any, ranks: int, full: int) -> Any:
+    """Replicas of the next ranks' first experts in `full` slots of each rank."""
+    import torch.distributed as dist
+
+    from balancing.experts.engine.slots import HomeExperts, ReplicaSlots
+    from balancing.experts.placement import ReplicaPlacement
+
+    slot_expert = np.full((ranks, _SLOTS), -1)
+    for slot in range(full):
+        slot_expert[:, slot] = (np.arange(ranks) + 1) % ranks * _EXPERTS + slot
+    layer.place(ReplicaPlacement(layer.placement.home, slot_expert))
+    homes = [[list(expert.parameters()) for expert in layer.experts.local_experts]]
+    sums = {id(weight): torch.zeros_like(weight) for weight in layer.experts.parameters()}
+    held = HomeExperts(homes, gradient=lambda weight: sums[id(weight)])
+    slots = ReplicaSlots(held, _SLOTS, dist.group.WORLD, shared=False)
+    layer.experts.slots = slots
+    return slots
+
+
+def _split_at_once(counted: Counted) -> None:
+    """Splits of tokens on the device are made once, and then return at once."""
+    from balancing.experts.placement import ReplicaPlacement
+    from balancing.experts.split import split_kernel
+    from balancing.experts.split.split import Splitter
+    from megatron.balanced.experts import moe_layer
+
+    class SplitKernels:
+        def __init__(self, placement: ReplicaPlacement, classes: int, sweeps: int, tables: torch.Tensor) -> None:
+            self._splitter, self._served = Splitter(placement, sweeps=sweeps or None), None
+
+        def __call__(self, load: torch.Tensor) -> torch.Tensor:
+            counted.launches += 1
+            if self._served is None:
+                self._served = torch.from_numpy(self._splitter(load.numpy())).contiguous()
+            return self._served
+
+    split_kernel.SplitKernels = SplitKernels  # type: ignore[misc, assignment]
+    split_kernel.kernels_work = lambda ranks, device: True
+    moe_layer.is_cpu = lambda: False
+
+
+def report() -> list[dict[str, Any]]:
+    """A dense transformer layer without and with the report's hooks, and a schedule that does nothing, wrapped."""
+    with _megatron(1):
+        plain, watched = _dense_layer(watched=False), _dense_layer(watched=True)
+        rows = [_row("a dense layer", plain, None, None)]
+        rows.append(_row("with the report's hooks", watched, watched.seconds / plain.seconds, _HOOKS))
+        bare, wrapped = _schedule(wrapped=False), _schedule(wrapped=True)
+        rows.append(_row("a schedule that does nothing", bare, None, None))
+        rows.append(_row("wrapped", wrapped, None, None))
+    return rows
+
+
+def _dense_layer(*, watched: bool) -> Measured:
+    """Forward and backward of a transformer layer, with the hooks of a step that is measured if `watched`."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.spec_utils import build_module
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from balancing.clock import CpuClock
+    from megatron.balanced.observe.timing_hooks import Step, TimingHooks
+
+    config = TransformerConfig(
+        num_layers=1, num_attention_heads=4, hidden_size=_HIDDEN, attention_dropout=0.0, hidden_dropout=0.0
+    )
+    layer = build_module(get_gpt_layer_local_spec(), config=config, layer_number=1)
+    hidden, grad = torch.randn(8, 1, _HIDDEN, requires_grad=True), torch.randn(8, 1, _HIDDEN)
+    mask = torch.ones(1, 1, 8, 8).triu(1).bool()
+    if watched:
+        hooks = TimingHooks(CpuClock())
+        hooks.watch_layer(layer, 0)
+        step = Step(0, 0.0, hooks.clock.mark())
+        hooks.step = step
+
+    def both() -> None:
+        if watched:
+            step.spans.clear()
+        layer(hidden, mask)[0].backward(grad)
+
+    return measure(both, Counted(), repeats=25)
+
+
+def _schedule(*, wrapped: bool) -> Measured:
+    """A schedule that does nothing. wrapped: by the callbacks of a loop with no balancer."""
+    from megatron.balanced.shared.callbacks import Callbacks, StepCallback
+
+    def schedule(**kwargs: Any) -> None:
+        return None
+
+    run: Callable[..., Any] = Callbacks([StepCallback()]).within(schedule) if wrapped else schedule
+    return measure(lambda: run(num_microbatches=1), Counted(), repeats=25)
