@@ -5,11 +5,11 @@ gathering. The engine computes each round in one call of attention and merges th
 own tokens are one call before the rounds; with rings there is one more call between the rounds. These numbers follow
 from a plan without compiling it.
 
-With more turns a rank starts earlier on the first gathered keys, but each turn costs a call of attention and a transfer
-group. So a turn has at least the bytes that its link carries in eight latencies of a message, and there are at most
-eight turns: an eighth of the keys keeps a rank busy long enough. With measured rates (`Cluster.rates`) a turn also has
-at least the bytes that its link carries while the host starts the turn's operations: a shorter turn hides less than it
-costs.
+With more turns a rank starts earlier on the first gathered keys, but each turn costs a call of attention, a merge and a
+transfer group. So a turn has at least the bytes that its link carries in eight latencies of a message, and in the time
+that its operations cost the host and the device; with measured rates (`Cluster.rates`) at least in that of its forward
+operations. There are at most eight turns: an eighth of the keys keeps a rank busy long enough. Keys that are fewer than
+those of a turn are waited for: one call computes them with a rank's own.
 """
 
 from dataclasses import dataclass
@@ -34,12 +34,13 @@ __all__ = [
 ]
 
 # Operations of the engine on the device besides calls and merges, (forward, backward), as counted by
-# `python -m benchmarks.host`: of a pass (keys into the workspace, sums set to zero, conversions), of a
-# round of a ring and of a turn of gathering (rows copied together, gradients added).
-_PASS, _RING, _TURN = (5, 5), (1, 6), (3, 9)
+# `python -m benchmarks.host`: of a pass (keys into the workspace, sums set to zero, conversions), of a round of a ring
+# and of a turn of gathering (rows copied together, gradients added).
+_PASS, _RING, _TURN = (3, 5), (1, 4), (2, 8)
 _MESSAGES = (1, 2)  # keys forward; keys and their gradients backward
 MOST_TURNS = 8
 _LATENCIES = 8  # a turn takes at least so many, so that latency is at most an eighth of it
+_LAUNCHES = 3 + sum(_TURN)  # of a turn, with two calls and a merge
 
 
 class TurnTokens(NamedTuple):
@@ -54,10 +55,12 @@ SMALLEST_TURNS = TurnTokens(1, 1)  # gives the largest number of turns
 
 def turn_tokens(cluster: Cluster, kv_bytes: float) -> TurnTokens:
     """The least tokens of a turn on a cluster. kv_bytes: bytes of one token's keys and values in one layer."""
-    seconds = _LATENCIES * cluster.message_seconds
+    operations = _LAUNCHES + sum(_MESSAGES)
+    price = _LAUNCHES * cluster.launch_seconds + operations * cluster.host_seconds
+    seconds = max(_LATENCIES * cluster.message_seconds, price)
     if cluster.rates is not None:
-        operations = _TURN[0] + 2  # with its call and its merge, forward
-        seconds = max(seconds, operations * cluster.rates.operation_seconds)
+        forward = _TURN[0] + 2  # with its call and its merge
+        seconds = max(seconds, forward * cluster.rates.operation_seconds)
     rates = cluster.intra_node_bandwidth, cluster.nic_bandwidth * max(1, len(cluster.nics(0)))
     # The clip at 2^40 is for a link that the cluster does not have: its bandwidth is infinite.
     return TurnTokens(*(max(1, int(min(rate * seconds / kv_bytes, 2**40))) for rate in rates))
@@ -74,7 +77,7 @@ class Asked:
 
     rounds: transfers that bring the rank keys.
     launches: (forward, backward), kernels on the device, copies and sums included.
-    messages: (forward, backward), messages that the rank sends and receives.
+    messages: (forward, backward), messages that the rank sends and receives, and collectives.
     """
 
     rounds: int
@@ -157,11 +160,8 @@ def what_is_asked(plan: SequencePlan, cluster: Cluster, moved: LinkTokens, turn_
     """
     rings, turns = plan_rounds(plan, cluster, turn_tokens, bool(moved.copies.any()))
     rounds = rings + turns
-    # A rank sends and receives one message in every round of a ring. The peers of gathering are spread over its turns;
-    # some peers are in several turns. Copies of a turn come from all ranks of the node.
-    peers, copies = np.ceil(moved.peers.sum(0)[: plan.ranks]).astype(np.int64), moved.copies[: plan.ranks]
-    messages = 2 * rings + np.where(turns > 0, peers + turns, 0)
-    messages += np.where(copies, 2 * turns * (cluster.ranks_per_node - 1), 0)
+    # A rank sends and receives one message in every round of a ring. A turn of gathering is one collective.
+    messages = 2 * rings + turns
     calls = 1 + rounds + (rings > 0)
     launches = [
         calls + of_pass + of_ring * rings + of_turn * turns

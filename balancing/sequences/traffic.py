@@ -55,15 +55,12 @@ class LinkTokens(NamedTuple):
     near, far: float64 [sent or received, rank], tokens that a rank sends to and receives from its own node (near) and
         other nodes (far), with those that it hands on for other ranks.
     needed: float64 [rank], tokens that the rank receives for its own queries.
-    peers: float64 [sent or received, rank], number of ranks that the rank sends to and receives from, in all turns of
-        gathering.
     copies: bool [rank], whether the rank's node copies gathered keys.
     """
 
     near: np.ndarray
     far: np.ndarray
     needed: np.ndarray
-    peers: np.ndarray
     copies: np.ndarray
 
     def between(self) -> tuple[int, int]:
@@ -129,11 +126,6 @@ def _links(on_rings: TokenTraffic, gathered: _Gathered, cluster: Cluster, level:
     traffic, crossing = gathered.traffic, gathered.traffic.crossing(cluster)
     inside, _, wanted = _by_rank(traffic, cluster)
     near, needed = near + inside, needed + wanted
-    pairs = np.unique(np.where(crossing, ranks + traffic.target // per_node, traffic.target) * ranks + traffic.source)
-    target, source = np.divmod(pairs, ranks)
-    messages = np.bincount(target[target < ranks], minlength=ranks)
-    of_node = np.bincount(target[target >= ranks] - ranks, minlength=cluster.nodes)
-    peers = np.stack([np.bincount(source, minlength=ranks), messages + np.repeat(of_node / per_node, per_node)])
     # A token enters a node with the first transfer to this node in order of tokens; all other transfers are copies.
     source, target, tokens = (column[crossing] for column in traffic)
     node = target // per_node
@@ -154,7 +146,7 @@ def _links(on_rings: TokenTraffic, gathered: _Gathered, cluster: Cluster, level:
     of_node = copied.reshape(-1, per_node).sum(1)
     near += np.stack([np.repeat(of_node / per_node, per_node), copied])
     far += np.stack([_sum(source[order], new, ranks), received])
-    return LinkTokens(near, far, needed, peers, np.repeat(copies, per_node))
+    return LinkTokens(near, far, needed, np.repeat(copies, per_node))
 
 
 def _by_rank(traffic: TokenTraffic, cluster: Cluster) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -21,7 +21,7 @@ from balancing.sequences import (
     compile_rank,
     plan_sequences,
 )
-from balancing.sequences.engine import attention
+from balancing.sequences.engine import merging
 from balancing.sequences.engine.program import Wait
 from balancing.sequences.engine.rank_program import RankProgram, TokenBytes
 from balancing.sequences.sequence_plan import LatentShape
@@ -101,12 +101,12 @@ def kernels_that_return(counted: Counted) -> Iterator[None]:
     def launch(*unused: Any) -> None:
         counted.launches += 1
 
-    originals = attention.choose_merge, attention.choose_add
-    attention.choose_merge, attention.choose_add = lambda device: launch, lambda device: launch
+    originals = merging.choose_merge, merging.choose_add
+    merging.choose_merge, merging.choose_add = lambda device: launch, lambda device: launch
     try:
         yield
     finally:
-        attention.choose_merge, attention.choose_add = originals
+        merging.choose_merge, merging.choose_add = originals
 
 
 def busiest(plan: SequencePlan, cluster: Cluster, token_bytes: TokenBytes) -> RankProgram:
@@ -137,7 +137,7 @@ def measure_attention(case: Case) -> tuple[Measured, int]:
         value_size=shape.value_size,
     )
     if shape.latent is not None:
-        token_bytes = token_bytes._replace(kv=2 * (shape.latent.size + shape.latent.shared))
+        token_bytes = token_bytes._replace(kv=2 * (shape.latent.size + shape.latent.shared), latents=True)
     program = busiest(plan, cluster, token_bytes)
     counted = Counted()
     with fake_ranks(program.rank, plan.ranks), kernels_that_return(counted):

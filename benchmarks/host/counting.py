@@ -145,11 +145,24 @@ def _count_calls(counted: Counted) -> Iterator[None]:
 
 @contextmanager
 def fake_ranks(rank: int, ranks: int) -> Iterator[None]:
-    """This process as one rank of torch's fake process group, which starts nothing and waits for nothing."""
+    """This process as one rank of torch's fake process group, which starts nothing and waits for nothing.
+
+    Its uneven all-to-all would copy rows to itself, once for each rank; here it is called without rows.
+    """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    kind, name = dist.ProcessGroup, next(name for name in _COLLECTIVES if name in vars(dist.ProcessGroup))
+    original, start, nothing = vars(kind)[name], getattr(kind, name), torch.empty(0)
+
+    def without_rows(group: Any, output: Any, given: Any, received: Any, sent: Any, *options: Any) -> Any:
+        if not received and not sent:
+            return start(group, output, given, received, sent, *options)
+        return start(group, nothing, nothing, [0] * len(received), [0] * len(sent), *options)
+
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+    setattr(kind, name, without_rows)
     try:
         yield
     finally:
+        setattr(kind, name, original)
         dist.destroy_process_group()

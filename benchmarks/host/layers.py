@@ -2,7 +2,8 @@
 
 Layers are those of megatron.core on the CPU device (`megatron.balanced.cpu`), with a few tokens of a few numbers. The
 device's function mode adds to every operation of torch, of Megatron-LM's and of ours alike, so the ratios count here,
-and additions are timed under it, too. The split of tokens is one launch, as on a GPU.
+and additions are timed under it, too. The split of tokens is one launch, as on a GPU. A step begins and ends around
+each pass of an MoE layer, where in training it has many layers and micro-batches.
 """
 
 from collections.abc import Callable, Iterator

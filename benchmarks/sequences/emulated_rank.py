@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from balancing.sequences import SequenceAttention, SequencePlan, Shard
 from balancing.sequences.cost import hidden_seconds, linear_seconds
-from balancing.sequences.engine.attention_call import AttentionCall, Statistics
+from balancing.sequences.engine.attention_call import AttentionCall, Statistics, prepare_exchanges
 from balancing.sequences.engine.call_rows import rows_on_device
 from balancing.sequences.engine.kernels import Pieces
 from balancing.sequences.engine.program import TransferGroup
@@ -258,7 +258,9 @@ def _run_rounds(rounds: Rounds) -> None:
             token_bytes = TokenBytes.of(heads=heads, kv_heads=heads, head_size=scale.width, item_bytes=2)
             own = compile_rank(plan, rank, scale.engine_cluster, routing, token_bytes)
             listed, _ = rows_on_device(own.program.calls, own.table, torch.device("cpu"))
-            call = AttentionCall(own, Transport(), Statistics(), ZeroScores(Device(), 0.0), 1.0, listed)
+            transport, kernel = Transport(), ZeroScores(Device(), 0.0)
+            exchanges = prepare_exchanges(own, transport, listed.messages)
+            call = AttentionCall(own, transport, exchanges, Statistics(), kernel, 1.0, listed.calls)
             rows = torch.full((own.program.rows, 2, heads, scale.width), float(rank), dtype=torch.bfloat16)
             dist.barrier()
             begin = time.perf_counter()

@@ -38,6 +38,7 @@ from tests.support.sequence_plans import nodes_of, random_plan, zigzag_plan
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=6)
 EXCHANGES = st.sampled_from(["ring", "gather", "mixed"])
 RANKS = st.sampled_from([1, 2, 4, 6])
+LEAST = st.sampled_from([1, 12, 1000]).map(lambda tokens: TurnTokens(tokens, tokens))  # tokens of a turn
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -124,25 +125,37 @@ def _simulate(ranks: list[Simulated], *, backward: bool) -> None:
 
 
 @settings(max_examples=60)
-@given(LENGTHS, RANKS, st.integers(0, 1000), EXCHANGES, st.booleans(), st.booleans())
-def test_every_pair_once_and_every_gradient_home(lengths, ranks, seed, exchange, zigzag, nodes) -> None:
+@given(LENGTHS, RANKS, st.integers(0, 1000), EXCHANGES, st.booleans(), st.booleans(), LEAST)
+def test_every_pair_once_and_every_gradient_home(lengths, ranks, seed, exchange, zigzag, nodes, least) -> None:
     plan = (
         zigzag_plan(lengths, ranks, exchange="gather" if exchange == "gather" else "ring")
         if zigzag
         else random_plan(lengths, ranks, seed, exchange=exchange, linear="same")
     )
-    _check_programs(plan, nodes_of(ranks, 2) if nodes and ranks > 1 else None)
+    _check_programs(plan, nodes_of(ranks, 2) if nodes and ranks > 1 else None, least)
+
+
+def test_few_keys_are_waited_for_and_one_call_computes_everything() -> None:
+    """On one node: a transfer, a call, and nothing to merge. Not if latents are sent, or turns are shorter."""
+    plan = zigzag_plan((80, 40, 3), 4, exchange="gather")
+    for program in _check_programs(plan, None, TurnTokens(1000, 1000)):
+        assert program.in_one_call and not program.merges
+        starts = [step.group.kind for step in program.backward if isinstance(step, Start)]
+        assert starts == ["gather", "return"]
+    for least, waits in ((1000, False), (10, True)):
+        others = [make_program(plan, rank, turn_tokens=TurnTokens(least, least), waits=waits) for rank in range(4)]
+        assert all(program.merges for program in others)
 
 
 @settings(max_examples=60)
-@given(LENGTHS, RANKS, st.integers(0, 1000), st.sampled_from([0, 1, 3, 10, 39]), st.booleans())
-def test_windows_hold_every_pair_once_and_nothing_is_merged(lengths, ranks, seed, window, nodes) -> None:
+@given(LENGTHS, RANKS, st.integers(0, 1000), st.sampled_from([0, 1, 3, 10, 39]), st.booleans(), LEAST)
+def test_windows_hold_every_pair_once_and_nothing_is_merged(lengths, ranks, seed, window, nodes, least) -> None:
     plan = in_window(random_plan(lengths, ranks, seed, exchange="gather", linear="random"), window)
     if max(lengths) <= window + 1:
         assert plan.window is None, "every token sees all before it"
         return
     cluster = nodes_of(ranks, 2) if nodes and ranks > 1 else None
-    for program in _check_programs(plan, cluster):
+    for program in _check_programs(plan, cluster, least):
         tasks = [task for call in (program.forward, program.backward) for step in call for task in _tasks(step)]
         assert not any(task.merges for task in tasks)
         assert sum(task.area for task in tasks) == 2 * plan.area[program.rank]
@@ -165,9 +178,9 @@ def _visible(plan: SequencePlan) -> np.ndarray:
     return visible if plan.window is None else visible & ~np.tri(len(document), k=-plan.window - 1, dtype=bool)
 
 
-def _check_programs(plan: SequencePlan, cluster: Cluster | None) -> list[Program]:
+def _check_programs(plan: SequencePlan, cluster: Cluster | None, least: TurnTokens) -> list[Program]:
     """The programs of all ranks, after each visible pair was found once, and each gradient at home."""
-    programs = [make_program(plan, rank, cluster) for rank in range(plan.ranks)]
+    programs = [make_program(plan, rank, cluster, turn_tokens=least) for rank in range(plan.ranks)]
     tokens, visible = sum(plan.lengths), _visible(plan)
     for backward in (False, True):
         simulated = [Simulated(plan, program) for program in programs]
@@ -211,14 +224,12 @@ def _check_calls(program: Program) -> None:
             assert [np.diff(ends).tolist() for ends in one.pieces.ends] == lengths
             assert (one.pieces.causal, one.merges) == step.tasks[0][2:4]
             assert one.pieces.window == step.tasks[0].window
-            # Every key's gradient is added once, and none twice at the same time.
-            added = np.zeros(sum(one.pieces.keys), int)
-            for which, into in one.added:
-                places = np.arange(len(added))[slice(None) if which is None else _numbers(which)]
-                added[places] += 1
-                assert every[_numbers(into)].tolist() == every[_numbers(one.keys)][places].tolist()
-                assert len(set(every[_numbers(into)].tolist())) == len(places)
-            assert (added == 1).all()
+            # Every key's gradient is added once, and all those of a row at the same time.
+            keys, into = every[_numbers(one.keys)], every[_numbers(one.added)]
+            assert len(set(into.tolist())) == len(into)
+            terms = np.arange(len(keys))[None] if one.terms is None else one.terms.numpy()
+            assert sorted(terms[terms >= 0].tolist()) == list(range(len(keys)))
+            assert all((keys[row[row >= 0]] == into[row >= 0]).all() for row in terms)
 
 
 def _numbers(index: slice | torch.Tensor) -> slice | np.ndarray:
@@ -226,13 +237,15 @@ def _numbers(index: slice | torch.Tensor) -> slice | np.ndarray:
 
 
 @settings(max_examples=30)
-@given(LENGTHS, st.integers(0, 1000), EXCHANGES)
-def test_two_ranks_start_their_common_stages_in_one_order(lengths, seed, exchange) -> None:
-    """A communicator that runs messages in the order of their start, as NCCL's, would otherwise stand still."""
+@given(LENGTHS, st.integers(0, 1000), EXCHANGES, LEAST)
+def test_two_ranks_start_their_common_stages_in_one_order(lengths, seed, exchange, least) -> None:
+    """A communicator that runs messages in the order of their start, as NCCL's, would otherwise stand still. All ranks
+    take part in what is a collective: keys that are gathered, and their gradients."""
     plan = random_plan(lengths, 6, seed, exchange=exchange)
-    programs = [make_program(plan, rank, nodes_of(6, 3)) for rank in range(6)]
+    programs = [make_program(plan, rank, nodes_of(6, 3), turn_tokens=least) for rank in range(6)]
     for name in ("forward", "backward"):
         orders = [[s.group for s in getattr(program, name) if isinstance(s, Start)] for program in programs]
+        assert len({tuple(s for s in one if s.kind in ("gather", "return")) for one in orders}) == 1
         for one in orders:
             for other in orders:
                 assert [s for s in one if s in other] == [s for s in other if s in one]
@@ -295,17 +308,17 @@ def test_a_copy_is_sent_under_the_next_transfer() -> None:
         "  start gather inter-node: 0-4 to 3, 8-16 from 0",
         "  compute 0-8 x 0-8 causal",
         "  wait for gather inter-node",
-        "  start gather inter-node round 1: 4-16 to 3, 24-32 from 0, 16-24 from 3",
+        "  start gather inter-node round 1: 8-16+4-8 to 3, 16-24 from 0, 24-32 from 3",
         "  wait for gather inter-node round 1",
-        "  start gather inter-node round 2: 24-32 to 3, 32-40 from 3",
-        "  compute 0-8 x 8-24",
+        "  start gather inter-node round 2: 16-24 to 3, 32-40 from 3",
+        "  compute 0-8 x 8-16+24-32",
         "  wait for gather inter-node round 2",
-        "  compute 0-8 x 24-40",
+        "  compute 0-8 x 16-24+32-40",
     ]
     assert [line for line in lines[backward:] if "start return" in line] == [
-        "  start return inter-node: 16-24 to 3, 0-4+8-16 from 3",
-        "  start return inter-node round 1: 8-16 to 0, 32-40 to 3, 4-8+24-32 from 3",
-        "  start return inter-node round 2: 24-32 to 0",
+        "  start return inter-node: 24-32 to 3, 0-4+8-16 from 3",
+        "  start return inter-node round 1: 8-16 to 0, 32-40 to 3, 4-8+16-24 from 3",
+        "  start return inter-node round 2: 16-24 to 0",
     ]
 
 
@@ -451,15 +464,14 @@ def test_a_proxy_takes_part_in_rounds_of_a_ring_it_is_not_in() -> None:
     assert {step.group for step in (*program.forward, *program.backward) if isinstance(step, Start)} == set(relays)
 
 
-@pytest.mark.parametrize("kind", ["gather", "return"])
-def test_a_proxy_takes_part_in_one_direction_alone(kind) -> None:
-    """Gradients are wider than keys, so ranks may hand on the ones and not the others."""
+def test_all_ranks_take_part_where_keys_are_gathered() -> None:
+    """A transfer group is a collective: ranks without rows start it, too."""
     plan = SequencePlan((8,), 4, "gather", *[(Shard(0, 0, 4, 0), Shard(0, 4, 8, 2))] * 2, ("gather",))
-    cluster = Cluster(2, 2, 2, 1e9, 1e9, 1e12, 1e9)
-    group = TransferGroup(kind, True, 0)
-    assert group in internode_traffic(plan, cluster)
-    program = make_program(plan, 1, cluster, relays=[group])
-    forward, backward = (
-        [step.group for step in steps if isinstance(step, Start)] for steps in (program.forward, program.backward)
-    )
-    assert backward == [group] and forward == ([group] if kind == "gather" else [])
+    programs = [make_program(plan, rank, Cluster(2, 2, 2, 1e9, 1e9, 1e12, 1e9)) for rank in range(4)]
+    keys, gradients = (TransferGroup(kind, True, 0) for kind in ("gather", "return"))
+    for program in programs:
+        forward, backward = (
+            [step.group for step in steps if isinstance(step, Start)] for steps in (program.forward, program.backward)
+        )
+        assert forward == [keys] and backward == [keys, gradients]
+    assert [bool(one.messages[keys].receives) for one in programs] == [False, False, True, False]

@@ -56,9 +56,9 @@ def _on_rank(cases: list[Case], dtype: str = "float64") -> list[tuple[list[np.nd
         inputs = [x if at == 3 else x[own] for at, x in enumerate(_inputs(plan, heads, kv_heads))]
         *leaves, grad = (torch.from_numpy(x).to(getattr(torch, dtype)) for x in inputs)
         q, latents, shared, weight = (x.requires_grad_() for x in leaves)
-        sent = []
+        sent, token_bytes = [], _token_bytes(heads, kv_heads, values=VALUES)
         for travels in (True, False):
-            program = compile_rank(plan, rank, cluster, routing, _token_bytes(heads, kv_heads, values=VALUES))
+            program = compile_rank(plan, rank, cluster, routing, token_bytes._replace(latents=travels))
             attention = SequenceAttention(plan, program=program)
             k, v = _keys_values(latents, shared, weight, kv_heads)
             more = {"latent": latents, "projection": weight} if travels else {}

@@ -422,13 +422,17 @@ def test_launches_messages_and_the_host_cost_time():
 
 
 def test_turns_are_sized_in_bytes():
-    cluster = H200[16]
+    cluster = replace(H200[16], host_seconds=0.0)
     least = turn_tokens(cluster, kv_bytes(MODEL))
-    seconds = np.array(least) * kv_bytes(MODEL) / (cluster.intra_node_bandwidth, cluster.nic_bandwidth)
+    rates = np.array([cluster.intra_node_bandwidth, cluster.nic_bandwidth])
+    seconds = np.array(least) * kv_bytes(MODEL) / rates
     assert seconds == pytest.approx(8 * cluster.message_seconds, rel=0.01), "latency is an eighth of a turn"
+    slow = [turn_tokens(replace(cluster, host_seconds=host), kv_bytes(MODEL)) for host in (2e-5, 4e-5)]
+    seconds = np.array(slow) * kv_bytes(MODEL) / rates
+    assert (seconds > 3e-4).all() and seconds[1] - seconds[0] == pytest.approx(16 * 2e-5, rel=0.01), "16 operations"
     assert turn_tokens(cluster, kv_bytes(MHA)).inter == pytest.approx(least.inter / 8, rel=0.01)
     assert number_of_turns([0, 99, 100, 250, 10_000], 100).tolist() == [1, 1, 1, 2, 8]
-    assert turn_tokens(replace(cluster, message_seconds=0.0), 1024) == SMALLEST_TURNS
+    assert turn_tokens(replace(cluster, **NO_LATENCY), 1024) == SMALLEST_TURNS
     alone = replace(cluster, nodes=1, nic_bandwidth=float("inf"))
     assert turn_tokens(alone, 2048).intra == least.intra
 

@@ -13,7 +13,7 @@ import torch
 
 from balancing.cluster import Cluster
 from balancing.sequences import AttentionShape, SequenceAttention, compile_rank, plan_sequences
-from balancing.sequences.engine import attention, merging
+from balancing.sequences.engine import merging
 from balancing.sequences.engine.merging import add_rows, merge_rows
 from benchmarks.host.attention import Kernel
 from benchmarks.host.counting import Counted, fake_ranks
@@ -29,7 +29,7 @@ def test_the_kernels_merge_and_add_like_torch() -> None:
     code += "print(compare(), 'merges and', compare_sums(), 'sums agree')"
     done = run_python("-c", code, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stderr
-    assert "8 merges and 16 sums agree" in done.stdout
+    assert "8 merges and 24 sums agree" in done.stdout
 
 
 def compare() -> int:
@@ -60,22 +60,29 @@ def compare_sums() -> int:
     draw = torch.Generator().manual_seed(0)
     sums = 0
     for rows in (slice(3, 40), torch.randperm(50, generator=draw)[:37].int()):
-        for which in (None, torch.randperm(60, generator=draw)[:37].int()):
-            given = 37 if which is None else 60
+        for terms in (None, torch.randperm(60, generator=draw)[:37].int()[None], _terms(draw)):
+            given = 37 if terms is None else 60
             for sizes, kind in (((16,), torch.float32), ((128,), torch.bfloat16), ((24, 8), torch.bfloat16)):
                 # As from a kernel that pads values, a part may lie in a wider tensor.
                 parts = tuple(torch.randn(given, 3, size + 4, generator=draw).to(kind)[..., :size] for size in sizes)
                 total = torch.randn(50, 3, sum(sizes), generator=draw)
                 found, expected = total.clone(), total.clone()
-                add_rows_fused(found, rows, parts, which)
-                add_rows(expected, rows, parts, which)
+                add_rows_fused(found, rows, parts, terms)
+                add_rows(expected, rows, parts, terms)
                 assert torch.equal(found, expected) and not torch.equal(found, total)
                 sums += 1
             total, part = torch.zeros(50, 3, 8, dtype=torch.float64), torch.ones(given, 3, 8)
-            add_rows_fused(total, rows, (part,), which)
-            assert total.sum() == 37 * 24
+            add_rows_fused(total, rows, (part,), terms)
+            assert total.sum() == (37 if terms is None else (terms >= 0).sum()) * 24
             sums += 1
     return sums
+
+
+def _terms(draw: torch.Generator) -> torch.Tensor:
+    """int32 [3, 37], up to three of 60 tokens for each of 37 rows; every row has one."""
+    terms = torch.randint(0, 60, (3, 37), generator=draw, dtype=torch.int32)
+    terms[1, ::3] = terms[2, ::2] = -1
+    return terms
 
 
 def test_operations_of_torch_take_over_where_the_kernel_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,8 +130,8 @@ def test_nothing_is_compiled_after_the_first_micro_batch(monkeypatch: pytest.Mon
         return True  # do not
 
     monkeypatch.setattr(knobs.runtime, "jit_cache_hook", compiled)
-    monkeypatch.setattr(attention, "choose_merge", lambda device: row_kernels.merge_rows_fused)
-    monkeypatch.setattr(attention, "choose_add", lambda device: row_kernels.add_rows_fused)
+    monkeypatch.setattr(merging, "choose_merge", lambda device: row_kernels.merge_rows_fused)
+    monkeypatch.setattr(merging, "choose_add", lambda device: row_kernels.add_rows_fused)
     kernels = row_kernels.merge_kernel, row_kernels.add_kernel
     monkeypatch.setattr(driver, "_active", _Gpu())
     try:
@@ -138,12 +145,13 @@ def test_nothing_is_compiled_after_the_first_micro_batch(monkeypatch: pytest.Mon
         for kernel in kernels:
             kernel.device_caches.clear()
     launched, warm = ({key for key, manual in asked if manual is way} for way in (False, True))
-    # Merges list rows or not; sums do, and choose tokens or not, of queries and of keys with values.
-    assert len(warm) == 2 + 2 * 4
+    # Merges list rows or not; sums do, and have several terms or not: of queries, of keys with values, of received
+    # gradients, and of received sums of a ring.
+    assert len(warm) == 2 + 4 * 4
     assert launched <= warm
     first_launch = next(number for number, (_, manual) in enumerate(asked) if not manual)
     assert len(asked) > 200 and first_launch < 4
-    assert max(number for number, (_, manual) in enumerate(asked) if manual) < 40, "later than in the first programs"
+    assert max(number for number, (_, manual) in enumerate(asked) if manual) < 60, "later than in the first programs"
 
 
 def _run_engine(lengths: list[int], method: str, rank: int) -> None:
@@ -171,7 +179,7 @@ def test_the_kernel_compiles_for_gpus_without_spills(
     added = {"total": "*fp32", "part": "*bf16", "more": "*bf16", "rows": "*i32", "which": "*i32"}
     kernels = {
         "merge": (row_kernels.merge_kernel, merged, row_kernels.merge_options(128)),
-        "add": (row_kernels.add_kernel, added, row_kernels.add_options(192, 128) | {"CHOSEN": listed}),
+        "add": (row_kernels.add_kernel, added, row_kernels.add_options(192, 128) | {"SUMMED": listed}),
     }
     for name, (kernel, pointers, options) in kernels.items():
         registers, spills = _compiled(kernel, pointers, options | {"LISTED": listed}, architecture)

@@ -2,7 +2,7 @@
 
 Glossary
     program          the steps of one rank in one layer: start a transfer group, wait for it, compute a call.
-    transfer group   messages that start together on all ranks, for instance one round of all rings.
+    transfer group   what starts together on all ranks: a collective for gathered keys, messages for a round of rings.
     round, turn      one step of a ring; one part of a gather, whose messages are under way together.
     workspace        rows of keys and values, one a token: the rank's own, then those that it receives.
     run              adjacent tokens of one document on one rank.

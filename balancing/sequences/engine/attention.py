@@ -18,16 +18,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from balancing.sequences.engine.attention_call import AttentionCall, Statistics
-from balancing.sequences.engine.call_rows import CallRows, DeviceRows, rows_on_device
+from balancing.sequences.engine import merging
+from balancing.sequences.engine.attention_call import AttentionCall, Statistics, prepare_exchanges
+from balancing.sequences.engine.call_rows import CallRows, rows_of, rows_on_device
 from balancing.sequences.engine.kernel_choice import choose_kernel
 from balancing.sequences.engine.kernel_trial import AttentionHeads
 from balancing.sequences.engine.kernels import Kernel, accumulation_dtype, sink_gradient, with_sink
-from balancing.sequences.engine.latents import Projection, is_received, rows_of_keys, shared_size
-from balancing.sequences.engine.merging import choose_add, choose_merge
+from balancing.sequences.engine.latents import Projection, is_received, shared_size
 from balancing.sequences.engine.program import Compute, ProgramStep, Start, TransferGroup
 from balancing.sequences.engine.rank_program import RankProgram
-from balancing.sequences.engine.transport import Pending, Transport
+from balancing.sequences.engine.transport import Exchange, Pending, Transport
 from balancing.sequences.sequence_plan import SequencePlan
 
 __all__ = ["SequenceAttention"]
@@ -75,15 +75,18 @@ class SequenceAttention:
         self.statistics = Statistics(timed=timed)
         self._kernel = kernel
         self._device: torch.device | None = None
-        self._rows = DeviceRows([], {})
+        self._calls: list[CallRows] = []
+        self._exchanges: dict[TransferGroup, Exchange] = {}
+        self._call: AttentionCall | None = None  # the latest; layers mostly have the same kernel and scale
 
     def upload(self, device: torch.device, more: Sequence[np.ndarray] = ()) -> list[torch.Tensor]:
         """Copy the program's tables to the device in one asynchronous copy.
 
         more: further arrays of whole numbers below 2^31 for the same copy. Returns them, int32 on the device.
         """
-        self._rows, uploaded = rows_on_device(self.program.program.calls, self.program.table, device, more)
-        self._device = device
+        rows, uploaded = rows_on_device(self.program.program.calls, self.program.table, device, more)
+        self._calls, self._exchanges = rows.calls, prepare_exchanges(self.program, self.transport, rows.messages)
+        self._device, self._call = device, None
         return uploaded
 
     def __call__(
@@ -118,7 +121,7 @@ class SequenceAttention:
         kernel = self._kernel or self._choose(q, v)
         if self._device != q.device:
             self.upload(q.device)
-        call = AttentionCall(self.program, self.transport, self.statistics, kernel, scale, self._rows)
+        call = AttentionCall(self.program, self.transport, self._exchanges, self.statistics, kernel, scale, self._calls)
         if (latent is None) != (projection is None):
             raise ValueError("latent and projection go together; give both or neither")
         return _Attention.apply(q, k, v, sink, latent, projection, call)
@@ -166,21 +169,14 @@ class _Attention(torch.autograd.Function):
             q, k, v, *rest = call.change_layout(to_attention, q, k, v, *(() if latent is None else (latent,)))
             latent = rest[0] if rest else None
         program = call.rank_program.program
-        size = k.shape[2]
-        kv = q.new_empty(program.rows if latent is None else program.tokens, k.shape[1], size + v.shape[2])
-        kv_of_rank = kv[: program.tokens]
-        kv_of_rank[..., :size], kv_of_rank[..., size:] = k, v
+        kv = _workspace(program.rows if latent is None else program.tokens, k, v)
         travelling = None
         if latent is not None:
-            travelling = q.new_empty(program.rows, 1, latent.shape[2] + ctx.projection.shared)
-            latents_of_rank, shared_of_rank = travelling[: program.tokens].split(
-                (latent.shape[2], ctx.projection.shared), 2
-            )
-            latents_of_rank.copy_(latent)
-            shared_of_rank.copy_(_shared(k, ctx.projection))
+            travelling = _workspace(program.rows, latent, _shared(k, ctx.projection))
         out, logsumexp = _Forward(call, q, kv, travelling, ctx.projection).result(sink)
-        saved = [kv_of_rank.clone() if len(kv) > program.tokens else kv]
-        saved += [] if travelling is None else [travelling[: program.tokens].clone()]
+        saved = [kv] if travelling is None else [kv, travelling]
+        if program.rows > program.tokens:  # the last one is sent, and holds received rows as well
+            saved[-1] = saved[-1][: program.tokens].clone()
         ctx.save_for_backward(q, out, logsumexp, sink, *saved)
         return out if to_linear is None else call.change_layout(to_linear, out)[0]
 
@@ -231,23 +227,23 @@ class _Pass:
         self._taken: tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None = None
 
     def steps(self, steps: tuple[ProgramStep, ...]) -> None:
-        chained = self.call.rank_program.program.chained
-        chain = self.call.chain(self.sent, self.q.dtype)
+        call, chained = self.call, self.call.rank_program.program.chained
+        chain = call.chain(self.sent, self.q.dtype) if chained else None
         for step in steps:
             if isinstance(step, Compute):
                 self.compute(step)
-            elif step.group in chained:
+            elif chain is not None and step.group in chained:
                 if isinstance(step, Start):
                     chain.start(step.group)
                 else:
-                    self.call.statistics.timed_wait(partial(chain.wait, step.group), chain.on_cuda)
+                    call.statistics.timed_wait(partial(chain.wait, step.group), chain.on_cuda)
             elif isinstance(step, Start):
-                self.moving[step.group] = self.call.start(step.group, self.rows_of(step.group), self.q.dtype)
+                self.moving[step.group] = call.start(step.group, self.moved_rows(step.group), self.q.dtype)
             else:
-                self.call.statistics.wait(self.moving.pop(step.group))
+                call.statistics.wait(self.moving.pop(step.group))
         assert not self.moving, "every started transfer group is waited for"
 
-    def rows_of(self, transfer_group: TransferGroup) -> torch.Tensor:
+    def moved_rows(self, transfer_group: TransferGroup) -> torch.Tensor:
         return self.sent
 
     def projects(self, call: int) -> Projection | None:
@@ -256,8 +252,8 @@ class _Pass:
 
     def keys(self, call: int, rows: CallRows) -> tuple[torch.Tensor, torch.Tensor]:
         if (projection := self.projects(call)) is not None:
-            return projection.project(rows_of_keys(self.sent, rows))
-        return _halves(rows_of_keys(self.kv, rows), self.q)
+            return projection.project(rows_of(self.sent, rows.keys))
+        return _halves(rows_of(self.kv, rows.keys), self.q)
 
     def of_queries(self, rows: CallRows) -> tuple[torch.Tensor, ...]:
         """The tensors of a call's queries. They are kept, since consecutive rounds mostly have the same queries."""
@@ -276,31 +272,32 @@ class _Pass:
 
 class _Forward(_Pass):
     def result(self, sink: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        self.merge = choose_merge(self.q.device)
-        merges = any(call.merges for call in self.call.rank_program.program.calls)
-        shape = *self.q.shape[:2], self.kv.shape[2] - self.q.shape[2]
-        self.out = self.q.new_empty(shape, dtype=self.dtype if merges else self.q.dtype)
-        self.logsumexp = self.q.new_empty(self.q.shape[1], self.q.shape[0], dtype=self.dtype)
-        self.steps(self.call.rank_program.program.forward)
+        q, program = self.q, self.call.rank_program.program
+        self.merge = merging.choose_merge(q.device)
+        self.of_out = self.dtype if program.merges else q.dtype  # type of the output until the last merge
+        if not program.in_one_call:
+            self.out = q.new_empty(*q.shape[:2], self.kv.shape[2] - q.shape[2], dtype=self.of_out)
+            self.logsumexp = q.new_empty(q.shape[1], q.shape[0], dtype=self.dtype)
+        self.steps(program.forward)
         if sink is not None:
             self.out, self.logsumexp = with_sink(self.out, self.logsumexp, sink)
-        return self.out.to(self.q.dtype), self.logsumexp
+        return self.out.to(q.dtype), self.logsumexp
 
     def take(self, rows: slice | torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return (self.q[rows],)
+        return (rows_of(self.q, rows),)
 
     def compute(self, step: Compute) -> None:
         if step.call is None:
             return
-        rows = self.call.rows.calls[step.call]
+        rows = self.call.calls[step.call]
         (q,) = self.of_queries(rows)
         out, logsumexp = self.call.kernel.forward(q, *self.keys(step.call, rows), rows.pieces, self.call.scale)
         if rows.merges:
             self.merge(self.out, self.logsumexp, out, logsumexp, rows.queries)
-        elif len(out) == len(self.out):
-            self.out, self.logsumexp = out.to(self.out.dtype), logsumexp.contiguous()  # merged into in place
+        elif len(out) == len(self.q):
+            self.out, self.logsumexp = out.to(self.of_out), logsumexp.contiguous()  # merged into in place
         else:
-            self.out[rows.queries], self.logsumexp[:, rows.queries] = out, logsumexp
+            self.out[rows.queries], self.logsumexp[:, rows.queries] = out.to(self.of_out), logsumexp
 
 
 class _Backward(_Pass):
@@ -319,40 +316,56 @@ class _Backward(_Pass):
         self.grad, self.out, self.logsumexp = grad, out, logsumexp
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
-        self.dq = torch.zeros_like(self.q, dtype=self.dtype)
+        self.in_one_call = self.call.rank_program.program.in_one_call
+        if not self.in_one_call:
+            self.dq = torch.zeros_like(self.q, dtype=self.dtype)
         self.dkv = self.dsent = torch.zeros_like(self.kv, dtype=self.dtype)
         if self.projection is not None:
             self.dsent = torch.zeros_like(self.sent, dtype=self.dtype)
             self.dweight = torch.zeros_like(self.projection.weight, dtype=self.dtype)
-        self.add = choose_add(self.q.device)
+        self.add = merging.choose_add(self.q.device)
         self.steps(self.call.rank_program.program.backward)
         return self.dq, self.dkv
 
-    def rows_of(self, transfer_group: TransferGroup) -> torch.Tensor:
+    def moved_rows(self, transfer_group: TransferGroup) -> torch.Tensor:
         return self.dsent if transfer_group.kind in ("return", "ring return") else self.sent
 
     def take(self, rows: slice | torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return self.grad[rows], self.q[rows], self.out[rows], self.logsumexp[:, rows]
+        if self.in_one_call:
+            return self.grad, self.q, self.out, self.logsumexp
+        if isinstance(rows, slice):
+            return self.grad[rows], self.q[rows], self.out[rows], self.logsumexp[:, rows]
+        return *(x.index_select(0, rows) for x in (self.grad, self.q, self.out)), self.logsumexp.index_select(1, rows)
 
     def compute(self, step: Compute) -> None:
         if step.clear is not None:
             self.dsent[slice(*step.clear)] = 0
         if step.call is None:
             return
-        rows = self.call.rows.calls[step.call]
+        rows = self.call.calls[step.call]
         grad, q, out, logsumexp = self.of_queries(rows)
         keys = self.keys(step.call, rows)
         dq, dk, dv = self.call.kernel.backward(grad, q, *keys, out, logsumexp, rows.pieces, self.call.scale)
-        self.add(self.dq, rows.queries, (dq,))
+        if self.in_one_call:
+            self.dq = dq
+        else:
+            self.add(self.dq, rows.queries, (dq,))
         parts: tuple[torch.Tensor, ...] = (dk, dv)
         total = self.dkv
         if (projection := self.projects(step.call)) is not None:
-            latents = rows_of_keys(self.sent, rows)
+            latents = rows_of(self.sent, rows.keys)
             of_latents, of_weight = projection.gradients(latents, dk, dv, self.dtype)
             self.dweight += of_weight
             parts, total = (of_latents,), self.dsent
-        for which, into in rows.added:
-            self.add(total, into, parts, which)
+        self.add(total, rows.added, parts, rows.terms)
+
+
+def _workspace(rows: int, *parts: torch.Tensor) -> torch.Tensor:
+    """[row, heads, sizes of the parts together], of which the first rows hold the parts side by side."""
+    tokens, heads = parts[0].shape[:2]
+    found = parts[0].new_empty(rows, heads, sum(part.shape[2] for part in parts))
+    torch.cat(parts, 2, out=found[:tokens])
+    return found
 
 
 def _shared(k: torch.Tensor, projection: Projection) -> torch.Tensor:
@@ -362,4 +375,6 @@ def _shared(k: torch.Tensor, projection: Projection) -> torch.Tensor:
 
 def _halves(kv: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of rows of the workspace. A key has the size of a query."""
-    return kv[..., : q.shape[2]], kv[..., q.shape[2] :]
+    size = q.shape[2]
+    keys, values = kv.split((size, kv.shape[2] - size), 2)
+    return keys, values

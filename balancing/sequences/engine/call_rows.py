@@ -2,11 +2,11 @@
 
 A call of a kernel needs its queries adjacent and its keys adjacent. If they are adjacent in the workspace, the call
 takes a slice of it; else a table of row numbers is used to copy them together. A kernel on a GPU also needs the ends of
-its pieces. Rows of a transfer group that are not adjacent are copied in one operation for sending and one for
-receiving. All tables of a program are one array, which is made with the program and copied to the device once.
+its pieces. Rows that a transfer group sends are copied together in the same way. All tables of a program are one array,
+which is made with the program and copied to the device once.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -14,9 +14,10 @@ import torch
 
 from balancing.sequences.engine.kernels import Pieces, piece_ends
 from balancing.sequences.engine.program import Call, Messages, Rows, TransferGroup
+from balancing.sequences.sequence_plan import join_adjacent
 from balancing.upload import upload
 
-__all__ = ["CallRows", "DeviceRows", "MessageRows", "RowTable", "make_table", "rows_on_device"]
+__all__ = ["CallRows", "DeviceRows", "MessageRows", "RowTable", "make_table", "rows_of", "rows_on_device"]
 
 Index = slice | torch.Tensor  # of rows; a tensor is int32 on the device
 _ALIGNED = 4  # int32; Triton compiles a kernel anew for pointers that are not multiples of 16 bytes
@@ -26,31 +27,32 @@ class CallRows(NamedTuple):
     """One call on a device.
 
     queries, keys: rows of the workspace.
-    added: how gradients of keys are added to the workspace, one operation for each (which of the call's keys, rows of
-        the workspace). `which` is None for all keys of the call. No row occurs twice in an operation.
+    added: rows of the workspace to which gradients of keys are added; no row occurs twice.
+    terms: for each row of `added` the keys of the call whose gradients are summed, as `merging.add_rows` takes them.
     pieces: with their ends on the device.
     merges: as in `Call`.
     """
 
     queries: Index
     keys: Index
-    added: tuple[tuple[Index | None, Index], ...]
+    added: Index
+    terms: torch.Tensor | None
     pieces: Pieces
     merges: bool
 
 
 class MessageRows(NamedTuple):
-    """Rows of the messages of a transfer group on a device, message after message; None where there are no rows.
+    """Rows of the messages of a transfer group on a device, message after message in the order of peers.
 
-    sends: of `Messages.packed_sends`.
-    receives: of `Messages.packed_receives`.
+    sends: of the workspace.
+    receives: a slice if received rows are adjacent in the workspace; else for each row, from the first, the position
+        of the received row. Not used if received rows are added.
     added: rows to which received rows are added; no row occurs twice. None if nothing is added.
-    terms: [term, row], for each row of `added` the received rows to sum, in order of peers. The number of all received
-        rows stands for no further term. None if each row of `added` receives one term.
+    terms: for each row of `added` the received rows to sum, in order of peers, as `merging.add_rows` takes them.
     """
 
-    sends: torch.Tensor | None
-    receives: torch.Tensor | None
+    sends: Index
+    receives: Index
     added: Index | None
     terms: torch.Tensor | None
 
@@ -71,20 +73,21 @@ class Place(NamedTuple):
 
 
 class CallPlaces(NamedTuple):
-    """Places of a `CallRows` and of the ends of its pieces. In `added`, None is all of the call's keys."""
+    """Places of a `CallRows` and of the ends of its pieces."""
 
     query_ends: Place
     key_ends: Place
     queries: Place
     keys: Place
-    added: tuple[tuple[Place | None, Place], ...]
+    added: Place
+    terms: Place | None
 
 
 class MessagePlaces(NamedTuple):
     """Places of a `MessageRows`; None where it has None."""
 
-    sends: Place | None
-    receives: Place | None
+    sends: Place
+    receives: Place
     added: Place | None
     terms: Place | None
 
@@ -94,7 +97,7 @@ class RowTable(NamedTuple):
 
     numbers: the array, int32, as bytes.
     calls: places of each call.
-    messages: places of each transfer group with rows that are not adjacent.
+    messages: places of each transfer group.
     """
 
     numbers: bytes
@@ -116,13 +119,28 @@ class _Numbers:
         self._size += len(self._arrays[-1])
         return place
 
-    def add_rows(self, ranges: tuple[Rows, ...]) -> Place:
+    def add_rows(self, ranges: Sequence[Rows]) -> Place:
         """The place of rows; several ranges are listed in the table."""
-        if len(ranges) == 1:
-            return Place(*ranges[0], False)
-        if ranges not in self._known:
-            self._known[ranges] = self.add(_rows(ranges))
-        return self._known[ranges]
+        joined = tuple(join_adjacent(ranges)) or ((0, 0),)
+        if len(joined) == 1:
+            return Place(*joined[0], False)
+        if joined not in self._known:
+            self._known[joined] = self.add(_rows(joined))
+        return self._known[joined]
+
+    def add_sums(self, ranges: Sequence[Rows]) -> tuple[Place, Place | None]:
+        """Places of the rows to which one row for each of `ranges` is added, and of the terms of each sum."""
+        rows = _rows(ranges)
+        unique, where, times = np.unique(rows, return_inverse=True, return_counts=True)
+        if len(unique) == len(rows):
+            return self.add_rows(ranges), None
+        order = np.argsort(rows, kind="stable")
+        first = np.cumsum(times) - times
+        occurrence = np.empty(len(rows), dtype=np.int64)
+        occurrence[order] = np.arange(len(rows)) - first[where[order]]
+        terms = np.full((times.max(), len(unique)), -1)
+        terms[occurrence, where] = np.arange(len(rows))
+        return self.add_rows(_ranges(unique)), self.add(terms.ravel())
 
     def to_bytes(self) -> bytes:
         return np.concatenate([np.zeros(0, np.int32), *self._arrays]).astype(np.int32).tobytes()
@@ -132,49 +150,27 @@ def make_table(calls: Sequence[Call], messages: Mapping[TransferGroup, Messages]
     """The table of a program's calls and of its messages, changes of layout included."""
     numbers = _Numbers()
     of_calls = tuple(_call_places(call, numbers) for call in calls)
-    of_messages = {
-        transfer_group: found for transfer_group, one in messages.items() if (found := _message_places(one, numbers))
-    }
+    of_messages = {transfer_group: _message_places(one, numbers) for transfer_group, one in messages.items()}
     return RowTable(numbers.to_bytes(), of_calls, of_messages)
 
 
 def _call_places(call: Call, numbers: _Numbers) -> CallPlaces:
     query_ends, key_ends = (numbers.add(piece_ends(part)) for part in (call.pieces.queries, call.pieces.keys))
     queries, keys = numbers.add_rows(call.queries), numbers.add_rows(call.keys)
-    if not keys.listed:
-        return CallPlaces(query_ends, key_ends, queries, keys, ((None, keys),))
-    rows = _rows(call.keys)
-    added = tuple(
-        (None, keys) if len(which) == len(rows) else (numbers.add(which), numbers.add(rows[which]))
-        for which in _without_repeats(rows)
-    )
-    return CallPlaces(query_ends, key_ends, queries, keys, added)
+    return CallPlaces(query_ends, key_ends, queries, keys, *numbers.add_sums(call.keys))
 
 
-def _message_places(messages: Messages, numbers: _Numbers) -> MessagePlaces | None:
-    sends, receives = (
-        tuple(rows for message in packed for rows in message.rows)
-        for packed in (messages.packed_sends, messages.packed_receives)
+def _message_places(messages: Messages, numbers: _Numbers) -> MessagePlaces:
+    sent, received = (
+        [rows for message in side for rows in message.rows] for side in (messages.sends, messages.receives)
     )
-    if not sends and not receives:
-        return None
-    copied = added = terms = None
-    if receives and not messages.adds:
-        copied = numbers.add(_rows(receives))
-    elif len(receives) == 1:
-        added = Place(*receives[0], False)
-    elif receives:
-        rows = _rows(receives)
-        unique, where = np.unique(rows, return_inverse=True)
-        parts_of_sums = list(_without_repeats(rows))
-        table = np.full((len(parts_of_sums), len(unique)), len(rows))
-        for term, which in enumerate(parts_of_sums):
-            table[term, where[which]] = which
-        if len(table) == 1:
-            added = numbers.add(rows)
-        else:
-            added, terms = numbers.add(unique), numbers.add(table.ravel())
-    return MessagePlaces(numbers.add(_rows(sends)) if sends else None, copied, added, terms)
+    sends, nothing = numbers.add_rows(sent), Place(0, 0, False)
+    if messages.adds:
+        return MessagePlaces(sends, nothing, *(numbers.add_sums(received) if received else (None, None)))
+    joined = join_adjacent(received)
+    if len(joined) < 2:
+        return MessagePlaces(sends, Place(*joined[0], False) if joined else nothing, None, None)
+    return MessagePlaces(sends, numbers.add(np.argsort(_rows(joined))), None, None)
 
 
 def rows_on_device(
@@ -198,21 +194,30 @@ def rows_on_device(
     def rows(place: Place) -> Index:
         return listed(place) if place.listed else slice(place.start, place.stop)
 
+    def terms_of(added: Place | None, terms: Place | None) -> torch.Tensor | None:
+        return None if added is None or terms is None else listed(terms).view(-1, added.stop - added.start)
+
     found = []
     for call, places in zip(calls, table.calls, strict=True):
         pieces = call.pieces._replace(ends=(listed(places.query_ends), listed(places.key_ends)))
-        added = tuple((None if which is None else rows(which), rows(into)) for which, into in places.added)
-        found.append(CallRows(rows(places.queries), rows(places.keys), added, pieces, call.merges))
-    messages = {}
-    for transfer_group, of_group in table.messages.items():
-        sends, receives, terms = (
-            None if place is None else listed(place) for place in (of_group.sends, of_group.receives, of_group.terms)
+        queries, keys = rows(places.queries), rows(places.keys)
+        terms = terms_of(places.added, places.terms)
+        found.append(CallRows(queries, keys, rows(places.added), terms, pieces, call.merges))
+    messages = {
+        transfer_group: MessageRows(
+            rows(one.sends),
+            rows(one.receives),
+            None if one.added is None else rows(one.added),
+            terms_of(one.added, one.terms),
         )
-        into = None if of_group.added is None else rows(of_group.added)
-        if terms is not None and isinstance(into, torch.Tensor):
-            terms = terms.view(-1, len(into))
-        messages[transfer_group] = MessageRows(sends, receives, into, terms)
+        for transfer_group, one in table.messages.items()
+    }
     return DeviceRows(found, messages), others
+
+
+def rows_of(tensor: torch.Tensor, rows: Index) -> torch.Tensor:
+    """Rows of a tensor: adjacent ones in place, others copied."""
+    return tensor[rows] if isinstance(rows, slice) else tensor.index_select(0, rows)
 
 
 def _rows(ranges: Sequence[Rows]) -> np.ndarray:
@@ -222,11 +227,7 @@ def _rows(ranges: Sequence[Rows]) -> np.ndarray:
     return np.repeat(start - (np.cumsum(length) - length), length) + np.arange(length.sum())
 
 
-def _without_repeats(rows: np.ndarray) -> Iterable[np.ndarray]:
-    """Positions in `rows`, divided into parts without repeated rows: first occurrences, second ones, and so on."""
-    order = np.argsort(rows, kind="stable")
-    new = np.append(True, np.diff(rows[order]) != 0)
-    first = np.maximum.accumulate(np.where(new, np.arange(len(rows)), 0))
-    occurrence = np.empty(len(rows), dtype=np.int64)
-    occurrence[order] = np.arange(len(rows)) - first
-    return (np.flatnonzero(occurrence == number) for number in range(int(occurrence.max(initial=-1)) + 1))
+def _ranges(rows: np.ndarray) -> list[Rows]:
+    """Ranges of ascending rows."""
+    cuts = np.flatnonzero(np.diff(rows) != 1) + 1
+    return [(int(part[0]), int(part[-1]) + 1) for part in np.split(rows, cuts)]

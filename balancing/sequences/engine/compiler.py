@@ -12,18 +12,21 @@ attention engine).
 - A "gather" sequence: a rank receives, in a few turns, all other ranks' keys before its last queries. Keys of other
   nodes enter a node once and are then copied (`gather`). All queries are computed with the keys of a turn while the
   next turn is under way. Gradients of these keys then go back to the ranks that hold the keys, summed once a node.
-- With a window, a rank receives the keys that the first queries of its runs see. These queries wait for the keys; all
-  other queries see own keys only. Every query is computed once, with all of its keys, so nothing is merged.
+- Keys that come in one turn, and are fewer than the tokens of a turn, are waited for. All queries of their sequences
+  are computed once, with all of their keys, and nothing is merged. A rank without other gathered keys and without rings
+  computes everything in one call then.
+- With a window, a rank receives the keys that the first queries of its runs see. If they are not few, only these
+  queries wait for them; all other queries see own keys only.
 
 Gradients are summed in the same order in every run: along the ring, or by the rank that returns them.
 
 The workspace has one row for each token, in this order: the rank's own tokens, sorted by sequence and position;
-gathered keys, turn by turn; keys that the rank receives only to send copies; two buffers for rings over nodes; two
-buffers for rings inside the node.
+received keys, one transfer group after another, in the order of the ranks that send them; two buffers for rings over
+nodes; two buffers for rings inside the node.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from balancing.cluster import Cluster
 from balancing.sequences.engine.gather import Transfer, gathering
@@ -42,6 +45,7 @@ def make_program(
     *,
     relays: Iterable[TransferGroup] = (),
     turn_tokens: TurnTokens = SMALLEST_TURNS,
+    waits: bool = True,
 ) -> Program:
     """The program of one rank.
 
@@ -51,10 +55,11 @@ def make_program(
     relays: transfer groups in which the rank relays messages of other ranks. It takes part in them even without
         messages of its own.
     turn_tokens: least tokens of a turn of gathering, the same on all ranks.
+    waits: whether queries may wait for all of their keys if these are fewer than the tokens of a turn.
 
     Raises ValueError for a rank outside the plan or a cluster that is smaller than the plan.
     """
-    return _Builder(plan, rank, cluster, relays, turn_tokens).program()
+    return _Builder(plan, rank, cluster, relays, turn_tokens, waits).program()
 
 
 class _Rounds:
@@ -81,12 +86,13 @@ class _Builder:
         cluster: Cluster | None,
         relays: Iterable[TransferGroup],
         turn_tokens: TurnTokens,
+        waits: bool,
     ) -> None:
         if not 0 <= rank < plan.ranks:
             raise ValueError(f"rank {rank} is not in a plan of {plan.ranks} ranks (0 to {plan.ranks - 1})")
         if cluster is not None and cluster.world_size < plan.ranks:
             raise ValueError(f"a cluster of {cluster.world_size} ranks is too small for a plan of {plan.ranks} ranks")
-        self.plan, self.rank, self.turn_tokens = plan, rank, turn_tokens
+        self.plan, self.rank, self.turn_tokens, self.waits = plan, rank, turn_tokens, waits
         self.node = [0 if cluster is None else cluster.node(r) for r in range(plan.ranks)]
         self.own_shards = tuple(sorted(plan.shards(rank)))
         self.row: dict[tuple[int, int], int] = {}  # (sequence, start of an own shard) -> own row
@@ -113,10 +119,12 @@ class _Builder:
         self.rounds = {True: _Rounds(), False: _Rounds()}  # over nodes; inside a node
 
     def program(self) -> Program:
+        transfers, copies = self._receive()
+        waiting = self._waiting(transfers)
         for sequence in self.shards:
             parts, ring = self.parts[sequence, self.rank], self.plan.ring(sequence)
-            if self.plan.window is not None:
-                self._own_windows(sequence, self.plan.window, len(ring) == 1)
+            if sequence in waiting or self.plan.window is not None:
+                self._own_alone(sequence, sequence in waiting, len(ring) == 1)
                 continue
             rows = self.row[parts[0][:2]], self.row[parts[-1][:2]] + parts[-1].tokens
             self.own_tasks.append(Task(rows, rows, causal=True))
@@ -124,9 +132,16 @@ class _Builder:
             if self.plan.exchange[sequence] == "ring" and len(ring) > 1:
                 inter = len({self.node[r] for r in ring}) > 1
                 self.rounds[inter].rings.append((sequence, ring.index(self.rank), ring))
-        copies = self._gather()
+        self._gather(transfers, waiting)
         for inter in (True, False):
             self._ring(inter)
+        rings = self.rounds[True].rings or self.rounds[False].rings
+        masks = {task[2:4] + task[5:] for tasks in (self.own_tasks, *self.gathered.values()) for task in tasks}
+        if waiting and not rings and len(masks) == 1:
+            # Own tasks wait, too: the last keys' call computes them.
+            last = self.gathered[max(self.gathered, key=lambda group: (group.round, group.inter))]
+            last[:] = sorted([*self.own_tasks, *last])
+            self.own_tasks, self.local = [], []
         work = Work(
             self.messages,
             self.own_tasks,
@@ -143,15 +158,17 @@ class _Builder:
         )
         return Program(self.rank, self.own_shards, self.rows, self.messages, calls, forward, backward, tuple(gathers))
 
-    def _own_windows(self, sequence: int, window: int, local: bool) -> None:
-        """Add tasks of own queries whose windows hold only own keys: the queries of a run after the first `window`, in
-        a run at the start of the sequence all."""
+    def _own_alone(self, sequence: int, waits: bool, local: bool) -> None:
+        """Add tasks of own queries that see own keys only: in a run at the start of the sequence all, in other runs
+        those after the first `window`. waits: whether these other runs wait as a whole."""
         for start, stop in runs_of(self.parts[sequence, self.rank]):
-            first = start + window if start else 0
+            first = start
+            if start:
+                first = stop if waits or self.plan.window is None else start + self.plan.window
             if first < stop:
                 rows = self._own_rows(sequence, start, stop)
                 queries = rows[0] + first - start, rows[1]
-                self.own_tasks.append(Task(queries, rows, causal=True, window=window))
+                self.own_tasks.append(Task(queries, rows, causal=True, window=self.plan.window))
                 self.local.append(local)
 
     def _own_rows(self, sequence: int, start: int, stop: int) -> Rows:
@@ -162,35 +179,58 @@ class _Builder:
 
     # Gathered keys.
 
-    def _gather(self) -> bool:
-        """Make messages and tasks of gathered keys. Returns whether any rank of the plan sends copies."""
+    def _receive(self) -> tuple[list[Transfer], bool]:
+        """Transfers of keys from and to the rank, with rows for what it receives, and whether any rank sends copies."""
         found = gathering(self.plan, self.node, self.turn_tokens)
-        own = [one for one in found.transfers if self.rank in (one.source, one.target)]
-        coming = sorted(one for one in own if one.target == self.rank and one.turn is not None)
+        for one in found.transfers:  # all ranks take part in all groups
+            self.messages[TransferGroup("gather", one.inter, one.round)] = Messages((), ())
+            self.messages[TransferGroup("return", one.inter, one.back)] = Messages((), (), adds=True)
+        # Both ends of a message list its transfers in this order, and received rows lie in the order of peers.
+        own = sorted(
+            (one for one in found.transfers if self.rank in (one.source, one.target)),
+            key=lambda one: (one.inter, one.round, one.source, one.sequence, one.begin),
+        )
+        for one in own:
+            if one.target == self.rank:
+                self.came[one.sequence, one.begin] = self.rows
+                self.rows += one.stop - one.begin
+        self._gather_messages(own)
+        return own, found.copies
+
+    def _waiting(self, transfers: Sequence[Transfer]) -> set[int]:
+        """Sequences whose queries wait for all of their keys, since these come in one turn that is too short to compute
+        anything meanwhile: a call and a merge would take longer."""
+        found: set[int] = set()
+        for inter in (True, False):
+            coming = [
+                one for one in transfers if one.target == self.rank and one.turn is not None and one.inter == inter
+            ]
+            tokens = sum(one.stop - one.begin for one in coming)
+            if self.waits and len({one.turn for one in coming}) == 1 and tokens < self.turn_tokens[inter]:
+                found |= {one.sequence for one in coming}
+        return found
+
+    def _gather(self, transfers: Sequence[Transfer], waiting: Collection[int]) -> None:
+        """Make tasks of gathered keys. waiting: sequences whose queries wait for all of their keys."""
         # (inter, turn) -> round in which the turn's last keys arrive
         last: dict[tuple[bool, int | None], int] = defaultdict(int)
-        for one in coming:
-            last[one.inter, one.turn] = max(last[one.inter, one.turn], one.round)
+        for one in transfers:
+            if one.target == self.rank:
+                last[one.inter, one.turn] = max(last[one.inter, one.turn], one.round)
         # Turns whose last keys arrive in the same round are computed together.
         together: dict[TransferGroup, dict[int, list[Transfer]]] = defaultdict(lambda: defaultdict(list))
-        for one in coming:
+        for one in sorted(one for one in transfers if one.target == self.rank and one.turn is not None):
             together[TransferGroup("gather", one.inter, last[one.inter, one.turn])][one.sequence].append(one)
         for transfer_group in sorted(together):
-            for sequence, transfers in together[transfer_group].items():
-                arriving: list[tuple[int, Rows]] = []  # first token and rows, by position
-                for one in transfers:
-                    self.came[one[:2]] = self.rows
-                    arriving.append((one.begin, (self.rows, self.rows + one.stop - one.begin)))
-                    self.rows += one.stop - one.begin
-                if self.plan.window is None:
-                    self._meet(self.gathered[transfer_group], sequence, arriving)
+            for sequence, coming in together[transfer_group].items():
+                arriving = [(one.begin, self._rows_of(one)) for one in coming]  # by position
+                if sequence in waiting or self.plan.window is not None:
+                    self.gathered[transfer_group] += self._edges(sequence, arriving, sequence in waiting)
                 else:
-                    self.gathered[transfer_group] += self._edges(sequence, arriving, self.plan.window)
-        self._gather_messages(own)
-        return found.copies
+                    self._meet(self.gathered[transfer_group], sequence, arriving)
 
     def _gather_messages(self, transfers: Iterable[Transfer]) -> None:
-        """Messages of transfers from or to this rank. Both ends list transfers in the same order, so rows match."""
+        """Messages of transfers from or to this rank, which are in the order of their rows."""
         sides: dict[TransferGroup, tuple[dict[int, list[Rows]], dict[int, list[Rows]]]] = {}
         for one in transfers:
             sends = one.source == self.rank
@@ -201,38 +241,38 @@ class _Builder:
             ):
                 side = sides.setdefault(transfer_group, (defaultdict(list), defaultdict(list)))
                 side[0 if goes else 1][peer].append(rows)
-        for transfer_group in sorted(sides):
-            sent, received = map(_messages, sides[transfer_group])
-            self.messages[transfer_group] = Messages(sent, received, adds=transfer_group.kind == "return")
+        for transfer_group, (sent, received) in sides.items():
+            adds = transfer_group.kind == "return"
+            self.messages[transfer_group] = Messages(_messages(sent), _messages(received), adds)
 
     def _rows_of(self, transfer: Transfer) -> Rows:
-        """Rows of the tokens of a transfer: own tokens, received tokens, or new rows to send copies from."""
+        """Rows of the tokens of a transfer: own tokens, or received tokens."""
         sequence, begin, stop = transfer[:3]
         if transfer.source == self.rank and (sequence, begin) not in self.came:
             return self._own_rows(sequence, begin, stop)
-        if (sequence, begin) not in self.came:
-            self.came[sequence, begin] = self.rows
-            self.rows += stop - begin
         row = self.came[sequence, begin]
         return row, row + stop - begin
 
     def _meet(self, tasks: list[Task], sequence: int, arriving: list[tuple[int, Rows]]) -> None:
-        """Add tasks of own queries that see arriving keys. arriving: first token and rows of each range, in order."""
-        first = arriving[0][1][0]
+        """Add tasks of own queries that see arriving keys. arriving: first token and rows of each range."""
         for start, stop in runs_of(self.parts[sequence, self.rank]):
-            seen = max((rows[1] for token, rows in arriving if token < start), default=first)
-            if seen > first:
-                _join(tasks, Task(self._own_rows(sequence, start, stop), (first, seen), causal=False, merges=True))
+            seen = join_adjacent(sorted(rows for token, rows in arriving if token < start))
+            if seen:
+                queries = self._own_rows(sequence, start, stop)
+                _join(tasks, Task(queries, seen[-1], causal=False, merges=True, before=tuple(seen[:-1])))
 
-    def _edges(self, sequence: int, arriving: list[tuple[int, Rows]], window: int) -> Iterable[Task]:
-        """Tasks of the first queries of own runs, which see arriving keys in their window. arriving: as in `_meet`."""
-        runs = runs_of(self.parts[sequence, self.rank])
+    def _edges(self, sequence: int, arriving: list[tuple[int, Rows]], waits: bool) -> Iterable[Task]:
+        """Tasks of own runs that see arriving keys, with all of their keys. With a window, of their first queries if
+        they do not wait as a whole. arriving: as in `_meet`."""
+        runs, window = runs_of(self.parts[sequence, self.rank]), self.plan.window
         came = [(token, token + stop - start, start) for token, (start, stop) in arriving]
         own_keys = [(start, stop, self._own_rows(sequence, start, stop)[0]) for start, stop in runs]
         for start, stop in runs:
             if not start:
                 continue
-            begin, stop = max(0, start - window), min(stop, start + window)
+            begin = 0 if window is None else max(0, start - window)
+            if window is not None and not waits:
+                stop = min(stop, start + window)
             keys = [
                 (row + max(begin, first) - first, row + min(stop, last) - first)
                 for first, last, row in sorted(came + own_keys)
@@ -302,6 +342,8 @@ class _Builder:
             sums_out[after].append(self._block(rounds, sequence, turn, ring[place - turn]))
             home = (place - turn - 1) % len(ring)
             sums_in[before].append(self._block(rounds, sequence, turn + 1, ring[home]))
+        came = [rows for message in _messages(receives) for rows in message.rows]
+        assert len(join_adjacent(came)) <= 1, "a round's blocks lie in the order of the ranks that send them"
         self.messages[TransferGroup("ring", inter, turn)] = Messages(_messages(sends), _messages(receives))
         self.messages[TransferGroup("ring return", inter, turn + 1)] = Messages(
             _messages(sums_out), _messages(sums_in), adds=True
@@ -311,7 +353,7 @@ class _Builder:
 def _join(tasks: list[Task], task: Task) -> None:
     """Add a task, or join it with the last task if that has adjacent queries and the same keys."""
     before = tasks[-1] if tasks else None
-    if before is not None and before.keys == task.keys and before.queries[1] == task.queries[0]:
+    if before is not None and before.all_keys == task.all_keys and before.queries[1] == task.queries[0]:
         tasks[-1] = before._replace(queries=(before.queries[0], task.queries[1]))
     else:
         tasks.append(task)

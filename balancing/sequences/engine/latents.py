@@ -13,10 +13,9 @@ from typing import NamedTuple
 
 import torch
 
-from balancing.sequences.engine.call_rows import CallRows
 from balancing.sequences.engine.program import Program
 
-__all__ = ["Projection", "is_received", "rows_of_keys", "shared_size"]
+__all__ = ["Projection", "is_received", "shared_size"]
 
 
 class Projection(NamedTuple):
@@ -85,8 +84,3 @@ def is_received(program: Program) -> tuple[bool, ...]:
             raise ValueError("latents cannot be sent with a sliding window: a call has own and received keys")
         found.append(received.pop())
     return tuple(found)
-
-
-def rows_of_keys(workspace: torch.Tensor, rows: CallRows) -> torch.Tensor:
-    """Rows of a call's keys in a workspace."""
-    return workspace[rows.keys] if isinstance(rows.keys, slice) else workspace.index_select(0, rows.keys)

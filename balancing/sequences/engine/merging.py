@@ -42,20 +42,23 @@ def add_rows(
     total: torch.Tensor,
     rows: slice | torch.Tensor,
     parts: tuple[torch.Tensor, ...],
-    which: slice | torch.Tensor | None = None,
+    terms: torch.Tensor | None = None,
 ) -> None:
     """Add one part, or two side by side, to rows of `total`, in place.
 
     total: [row, heads, sizes of the parts together], in `accumulation_dtype`.
-    rows: the row to which each token is added. No row occurs twice, so sums do not depend on an order.
+    rows: the rows to which tokens are added; no row occurs twice.
     parts: [token, heads, size], in any type.
-    which: tokens of the parts to add; None for all.
+    terms: int32 [term, row], for each of `rows` the tokens to sum, in this order; -1 for no further term. None if each
+        row receives one token, in their order.
     """
     start = 0
     for part in parts:
         into = total[..., start : start + part.shape[2]]
         start += part.shape[2]
-        part = part if which is None else part[which]
+        if terms is not None:
+            each = part.index_select(0, terms.clamp(min=0).flatten()).to(total.dtype).unflatten(0, terms.shape)
+            part = each.masked_fill_((terms < 0)[..., None, None], 0).sum(0)
         if isinstance(rows, slice):
             into[rows] += part
         else:
@@ -90,11 +93,11 @@ def _fused_add() -> Add:
     """The Triton kernel if it compiles here and gives the result of `add_rows`, else `add_rows`."""
     draw = torch.Generator().manual_seed(0)
     total, part, more = (torch.randn(*shape, generator=draw).cuda() for shape in ((8, 2, 24), (4, 2, 16), (4, 2, 8)))
-    rows, some = (torch.tensor(numbers, dtype=torch.int32).cuda() for numbers in ([6, 0, 3, 7], [3, 1]))
+    rows, sums = (torch.tensor(numbers, dtype=torch.int32).cuda() for numbers in ([6, 0, 3, 7], [[3, 1], [2, -1]]))
     calls: list[tuple[Any, ...]] = [
         (total, rows, (part, more)),
         (total, slice(2, 6), (part, more)),
-        (total, rows[:2], (part, more), some),
+        (total, rows[:2], (part, more), sums),
         (total, rows, (part,)),
     ]
     return _if_right("add_rows_fused", add_rows, calls, "gradients of keys are added")

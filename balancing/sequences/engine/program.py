@@ -8,6 +8,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -81,18 +82,6 @@ class Messages:
     sends: tuple[PeerRows, ...]
     receives: tuple[PeerRows, ...]
     adds: bool = False
-
-    @property
-    def packed_sends(self) -> list[PeerRows]:
-        """Messages whose rows are copied together before sending: those of several ranges, and with `adds` all of
-        several messages, since their types may change."""
-        every = self.adds and len(self.sends) > 1
-        return [message for message in self.sends if every or len(message.rows) > 1]
-
-    @property
-    def packed_receives(self) -> list[PeerRows]:
-        """Messages that are received into one buffer and then copied or added to their rows."""
-        return [message for message in self.receives if self.adds or len(message.rows) > 1]
 
 
 class Task(NamedTuple):
@@ -190,10 +179,20 @@ class Program:
     backward: tuple[ProgramStep, ...]
     chained: tuple[TransferGroup, ...] = ()
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         """Tokens of the rank in attention."""
         return sum(shard.tokens for shard in self.shards)
+
+    @cached_property
+    def merges(self) -> bool:
+        """Whether partial results are merged."""
+        return any(call.merges for call in self.calls)
+
+    @cached_property
+    def in_one_call(self) -> bool:
+        """Whether one call computes all queries with all of their keys."""
+        return len(self.calls) == 1 and self.calls[0].queries == ((0, self.tokens),)
 
     def __str__(self) -> str:
         lines = [f"rank {self.rank}: {self.tokens} tokens, workspace of {self.rows} rows"]

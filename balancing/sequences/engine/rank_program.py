@@ -34,12 +34,14 @@ class TokenBytes(NamedTuple):
     qkv: bytes of its query, key and value.
     out: bytes of its output.
     pair_flops: FLOPs of one query-key pair, forward.
+    latents: whether latents are sent in place of keys and values. Calls with received keys then hold no own keys.
     """
 
     kv: int
     qkv: int
     out: int
     pair_flops: float
+    latents: bool = False
 
     @classmethod
     def of(
@@ -78,7 +80,8 @@ class RankProgram:
     program: transfers and computation of attention.
     table: rows of the program's calls and messages, for the device.
     to_attention, to_linear: changes of layout; None where attention has the linear layout, token for token.
-    routes: by transfer group, the rank's part in messages between nodes that do not go directly.
+    routes: by transfer group with a route, on all ranks the same, the rank's part in messages that do not go directly.
+    remapped: as in the plan.
     """
 
     rank: int
@@ -88,6 +91,7 @@ class RankProgram:
     to_attention: Messages | None
     to_linear: Messages | None
     routes: dict[TransferGroup, list[Slice]]
+    remapped: bool
 
 
 def compile_rank(
@@ -125,14 +129,15 @@ def compile_rank(
             flops_of_pair=token_bytes.pair_flops,
         ):
             slices = routes(plan, rank, cluster, token_bytes.of_group, routing, turn_tokens=turns)
-    relays = [transfer_group for transfer_group in slices if transfer_group.kind not in LAYOUT_CHANGES]
-    program = make_program(plan, rank, cluster, relays=relays, turn_tokens=turns)
+    relays = [group for group, own in slices.items() if own and group.kind not in LAYOUT_CHANGES]
+    waits = token_bytes is None or not token_bytes.latents
+    program = make_program(plan, rank, cluster, relays=relays, turn_tokens=turns, waits=waits)
     linear_shards = plan.shards(rank, linear=True)
     if not plan.remapped and linear_shards == program.shards:
         table = make_table(program.calls, program.messages)
-        return RankProgram(rank, cluster, program, table, None, None, slices)
+        return RankProgram(rank, cluster, program, table, None, None, slices, False)
     # Equal layouts may still order a rank's tokens differently.
     to_attention = layout_change(plan.linear, plan.attention, linear_shards, program.shards)
     to_linear = Messages(to_attention.receives, to_attention.sends)
     table = make_table(program.calls, {**program.messages, TO_ATTENTION: to_attention, TO_LINEAR: to_linear})
-    return RankProgram(rank, cluster, program, table, to_attention, to_linear, slices)
+    return RankProgram(rank, cluster, program, table, to_attention, to_linear, slices, plan.remapped)

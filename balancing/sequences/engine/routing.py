@@ -122,7 +122,8 @@ def routes(
     *,
     turn_tokens: TurnTokens = SMALLEST_TURNS,
 ) -> dict[TransferGroup, list[Slice]]:
-    """The slices that one rank sends, relays or receives, by transfer group; groups without any are left out.
+    """The slices that one rank sends, relays or receives, by transfer group with a route. The groups are the same on
+    all ranks.
 
     plan: of the whole batch.
     rank: in the plan.
@@ -136,16 +137,14 @@ def routes(
     kinds: dict[str, dict[TransferGroup, TokenTraffic]] = defaultdict(dict)
     for transfer_group, moved in internode_traffic(plan, cluster, turn_tokens).items():
         kinds[transfer_group.kind][transfer_group] = moved
-    found = {}
+    found: dict[TransferGroup, list[Slice]] = {}
     for groups in kinds.values():
         busiest = max(groups, key=lambda transfer_group: int(groups[transfer_group].tokens.sum()))
         chosen = route(groups[busiest], row_bytes(busiest), cluster, routing)
         if chosen.proxies == 1:
             continue
         numbered = np.unique(np.concatenate([_pairs(moved, cluster) for moved in groups.values()]))
-        for transfer_group, moved in groups.items():
-            if slices := chosen.of(rank, moved, numbered):
-                found[transfer_group] = slices
+        found |= {transfer_group: chosen.of(rank, moved, numbered) for transfer_group, moved in groups.items()}
     return found
 
 

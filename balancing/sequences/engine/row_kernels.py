@@ -95,15 +95,16 @@ def merge_rows_fused(
     )
 
 
-@triton.jit(do_not_specialize=["first", "tokens"])
+@triton.jit(do_not_specialize=["first", "tokens", "terms"])
 def add_kernel(  # type: ignore[no-untyped-def]
     total,
     part,
     more,  # elements that follow those of `part` in a row; not read if MORE is 0
     rows,  # row of each token; read only with LISTED
-    which,  # tokens of `part` and `more` to add; read only with CHOSEN
+    which,  # [term, token], tokens of `part` and `more` to sum, or -1; read only with SUMMED
     first,  # row of the first token; used only without LISTED
     tokens,
+    terms,
     total_row,  # strides
     total_head,
     part_row,
@@ -115,26 +116,41 @@ def add_kernel(  # type: ignore[no-untyped-def]
     WIDTH: tl.constexpr,  # the larger of both, rounded up to a power of two
     TOKENS: tl.constexpr,  # of a program
     LISTED: tl.constexpr,
-    CHOSEN: tl.constexpr,
+    SUMMED: tl.constexpr,
 ):
-    """One head of TOKENS tokens: adds `part` and `more` to rows of `total`."""
+    """One head of TOKENS rows of `total`: adds `part` and `more` to them."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     head = tl.program_id(1).to(tl.int64)
     real = token < tokens
     row = tl.load(rows + token, mask=real, other=0) if LISTED else first + token
-    source = tl.load(which + token, mask=real, other=0) if CHOSEN else token
-    row, source = row.to(tl.int64), source.to(tl.int64)
+    row = row.to(tl.int64)
     column = tl.arange(0, WIDTH)
     target = total + row[:, None] * total_row + head * total_head + column[None, :]
+    _add_part(target, part + head * part_head, which, token, tokens, terms, part_row, real, column, SIZE, SUMMED)
+    if MORE:
+        more += head * more_head
+        _add_part(target + SIZE, more, which, token, tokens, terms, more_row, real, column, MORE, SUMMED)
+
+
+@triton.jit
+def _add_part(  # type: ignore[no-untyped-def]
+    target, part, which, token, tokens, terms, part_row, real, column, SIZE: tl.constexpr, SUMMED: tl.constexpr
+):
+    """Adds rows of one head of `part` to `target`, term after term."""
     inside = real[:, None] & (column < SIZE)[None, :]
     kept = tl.load(target, mask=inside, other=0.0)
-    given = tl.load(part + source[:, None] * part_row + head * part_head + column[None, :], mask=inside, other=0.0)
-    tl.store(target, kept + given.to(kept.dtype), mask=inside)
-    if MORE:
-        inside = real[:, None] & (column < MORE)[None, :]
-        kept = tl.load(target + SIZE, mask=inside, other=0.0)
-        given = tl.load(more + source[:, None] * more_row + head * more_head + column[None, :], mask=inside, other=0.0)
-        tl.store(target + SIZE, kept + given.to(kept.dtype), mask=inside)
+    if SUMMED:
+        given = tl.zeros_like(kept)
+        at = which + token
+        for _ in range(terms):
+            source = tl.load(at, mask=real, other=-1).to(tl.int64)
+            there = inside & (source >= 0)[:, None]
+            given += tl.load(part + source[:, None] * part_row + column[None, :], mask=there, other=0.0).to(kept.dtype)
+            at += tokens
+    else:
+        source = token.to(tl.int64)
+        given = tl.load(part + source[:, None] * part_row + column[None, :], mask=inside, other=0.0).to(kept.dtype)
+    tl.store(target, kept + given, mask=inside)
 
 
 def add_options(head_size: int, more_size: int) -> dict[str, int]:
@@ -144,7 +160,9 @@ def add_options(head_size: int, more_size: int) -> dict[str, int]:
     return {"SIZE": head_size, "MORE": more_size, "WIDTH": width, "TOKENS": tokens, "num_warps": 4}
 
 
-def add_rows_fused(total: torch.Tensor, rows: Any, parts: tuple[torch.Tensor, ...], which: Any = None) -> None:
+def add_rows_fused(
+    total: torch.Tensor, rows: Any, parts: tuple[torch.Tensor, ...], terms: torch.Tensor | None = None
+) -> None:
     """As `merging.add_rows`, in one launch, of one or two parts. Needs a stride of 1 in the last dimension."""
     part, more = parts if len(parts) > 1 else (*parts, parts[0])
     assert total.stride(2) == part.stride(2) == more.stride(2) == 1
@@ -154,12 +172,12 @@ def add_rows_fused(total: torch.Tensor, rows: Any, parts: tuple[torch.Tensor, ..
     _launch(
         add_kernel,
         (triton.cdiv(tokens, options["TOKENS"]), part.shape[1]),
-        (total, part, more, rows if listed else unread, unread if which is None else which),
-        (0 if listed else rows.start, tokens),
+        (total, part, more, rows if listed else unread, unread if terms is None else terms),
+        (0 if listed else rows.start, tokens, 0 if terms is None else len(terms)),
         (*total.stride()[:2], *part.stride()[:2], *more.stride()[:2]),
         options,
         LISTED=listed,
-        CHOSEN=which is not None,
+        SUMMED=terms is not None,
     )
 
 

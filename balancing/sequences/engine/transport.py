@@ -1,11 +1,16 @@
-"""Messages between ranks that are under way while the rank computes.
+"""Transfers of rows between ranks, started without blocking.
 
-A transfer group has one message for each peer, of ranges of rows. All messages of a group start together on one
-communicator, receives first, because gloo holds back a receive that is posted after a send to the same rank. Adjacent
-rows are sent and received in place. Other rows are packed, for all messages of a group in one operation.
+A transfer group is one collective, an uneven all-to-all, of which the host starts one. All ranks of the plan take part
+in it, those without rows as well. Rows that are not adjacent are packed in one operation. Received rows lie in the
+order of peers.
+
+Three kinds of groups are messages between pairs of ranks instead, batched on a GPU: rounds of rings, where a rank has
+one peer or two; groups with a route; and over gloo the groups of a plan with a `Chain`, which a thread starts while
+other groups start, so that ranks start them in different orders. A rank posts its receives first, because gloo holds
+back a receive that is posted after a send to the same rank.
 
 Transfer groups of a `Chain` start one after another, each once the group before it has arrived, even if the rank is
-computing: on a GPU on a stream of their own, elsewhere in a thread.
+computing: on a GPU on a stream of their own, over gloo in a thread.
 
 With a route, messages between nodes are sent in slices through other ranks, which relay them. On a GPU the order of
 transfers on the communicator's stream is enough to relay. Elsewhere a thread relays; it sleeps until a slice arrives.
@@ -15,7 +20,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import groupby
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,18 +28,50 @@ import torch.distributed as dist
 
 from balancing.messages import connect, start_message
 from balancing.ranges import named
-from balancing.sequences.engine.call_rows import MessageRows
+from balancing.sequences.engine import merging
+from balancing.sequences.engine.call_rows import MessageRows, rows_of
 from balancing.sequences.engine.program import Messages, TransferGroup
 from balancing.sequences.engine.routing import Slice
 from balancing.threads import start_thread
 
-__all__ = ["NOTHING_LISTED", "Chain", "Dtypes", "Pending", "Transport", "dtype_of"]
+__all__ = ["Chain", "Exchange", "Pending", "Transport"]
 
-Dtypes = Mapping[int, torch.dtype]  # by peer
-NOTHING_LISTED = MessageRows(None, None, None, None)  # all rows are adjacent
 Ends = tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]  # by peer: rows to send, rows to receive
 
 _SLICE_NUMBERS = 1 << 17  # tags of one transfer group: 0 for direct messages, then those of slices
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One transfer group of a rank, prepared once a plan.
+
+    rows: of the messages, on the device.
+    adds: whether received rows are added to rows instead of replacing them.
+    sends, receives: rows by peer, in order of peers.
+    sizes: rows from and to each rank of the plan, if the group is a collective; None if it is messages.
+    alone: whether rows only change their order on this rank.
+    slices: this rank's part in routed messages.
+    tag: below 16384, different for groups that are under way together.
+    wide: peers whose rows keep the type of sums.
+    sent: rows that the rank sends in its node in the type of sums, in its node, and to other nodes; relayed ones
+        included.
+    """
+
+    rows: MessageRows
+    adds: bool
+    sends: dict[int, int]
+    receives: dict[int, int]
+    sizes: tuple[list[int], list[int]] | None
+    alone: bool
+    slices: Sequence[Slice]
+    tag: int
+    wide: frozenset[int]
+    sent: tuple[int, int, int]
+
+    @property
+    def tokens(self) -> int:
+        """Number of received rows."""
+        return sum(self.receives.values())
 
 
 class Pending:
@@ -44,12 +81,11 @@ class Pending:
     not answered within the process group's timeout.
     """
 
-    def __init__(self, into: torch.Tensor, listed: MessageRows) -> None:
-        self.into, self._listed = into, listed
+    def __init__(self, exchange: Exchange, into: torch.Tensor) -> None:
+        self.exchange, self.into = exchange, into
         self.on_cuda = into.is_cuda
-        self.dtypes: Dtypes = {}
         self.works: list[dist.Work] = []
-        self.arriving: list[torch.Tensor] = []  # buffers of packed receives, in order of peers; one for each type
+        self.arriving: list[torch.Tensor] = []  # received rows that are added or change their order
         self.sent: list[torch.Tensor] = []  # kept alive until sent
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -76,18 +112,14 @@ class Pending:
         for work in self.works:
             work.wait()
         if self.arriving:
-            parts = [part.to(self.into.dtype) for part in self.arriving]
-            came = parts[0] if len(parts) == 1 else torch.cat(parts)
-            if self._listed.receives is not None:
-                self.into[self._listed.receives] = came
-            rows, terms = self._listed.added, self._listed.terms
-            if terms is not None:  # a row may come from several peers; their sum needs a fixed order
-                zero = came.new_zeros(1, *came.shape[1:])
-                came = torch.cat((came, zero)).index_select(0, terms.flatten()).unflatten(0, terms.shape).sum(0)
-            if isinstance(rows, slice):
-                self.into[rows] += came
-            elif rows is not None:
-                self.into.index_add_(0, rows, came)
+            came = self.arriving[0]
+            if len(self.arriving) > 1:
+                came = torch.cat([part.to(self.into.dtype) for part in self.arriving])
+            rows = self.exchange.rows
+            if isinstance(rows.receives, torch.Tensor):
+                torch.index_select(came, 0, rows.receives, out=self.into)
+            elif rows.added is not None:
+                merging.choose_add(came.device)(self.into, rows.added, (came,), rows.terms)
         self.works, self.arriving, self.sent = [], [], []
 
 
@@ -186,74 +218,126 @@ class Transport:
         self._stream = self._stream or torch.cuda.Stream(device)
         return self._stream
 
-    @named("transfer of keys and values")
-    def start(
+    def prepare(
         self,
         messages: Messages,
-        rows: torch.Tensor,
-        into: torch.Tensor,
-        listed: MessageRows = NOTHING_LISTED,
+        rows: MessageRows,
+        slices: Sequence[Slice] | None,
+        same_node: Callable[[int], bool],
+        *,
         tag: int = 0,
-        slices: Sequence[Slice] = (),
-        dtypes: Dtypes | None = None,
-    ) -> Pending:
-        """Start the messages of one transfer group.
+        collective: bool = True,
+        alone: bool = False,
+        wide: bool = False,
+    ) -> Exchange:
+        """Prepare a transfer group.
 
         messages: of this rank.
+        rows: of the messages, on the device.
+        slices: this rank's part in routed messages, from `Route.of`; None if the group has no route on any rank.
+        same_node: whether a peer is on this rank's node.
+        tag: as in `Exchange`.
+        collective: whether all ranks of the process group take part.
+        alone: as in `Exchange`.
+        wide: whether rows stay in the type of sums inside the node.
+        """
+        sends, receives = ({one.peer: one.tokens for one in side} for side in (messages.sends, messages.receives))
+        sizes = None
+        if collective and slices is None:
+            ranks = range(len(self._ranks))
+            sizes = [receives.get(rank, 0) for rank in ranks], [sends.get(rank, 0) for rank in ranks]
+        kept = frozenset(peer for peer in {*sends, *receives} if wide and same_node(peer))
+        routed, counted = {piece.flow for piece in slices or ()}, [0, 0, 0]
+        for peer, tokens in sends.items():
+            if peer != self.rank and (self.rank, peer) not in routed:
+                counted[0 if peer in kept else 1 if same_node(peer) else 2] += tokens
+        for piece in slices or ():
+            if self.rank != piece.path[-1]:
+                counted[1 if same_node(piece.path[piece.path.index(self.rank) + 1]) else 2] += piece.stop - piece.start
+        sent = counted[0], counted[1], counted[2]
+        return Exchange(rows, messages.adds, sends, receives, sizes, alone, slices or (), tag, kept, sent)
+
+    @named("transfer of keys and values")
+    def start(self, exchange: Exchange, rows: torch.Tensor, into: torch.Tensor, dtype: torch.dtype) -> Pending:
+        """Start a transfer group.
+
         rows: [row, ...], contiguous; rows of it are sent.
         into: [row, ...], contiguous; received rows are written to it or added to it.
-        listed: rows of packed messages, on the device of `rows`.
-        tag: below 16384, different for groups that are under way together.
-        slices: this rank's part in routed messages, from `Route.of`.
-        dtypes: by peer, type in which rows to be added are sent; by default that of `rows`.
+        dtype: in which rows are sent, but for wide ones.
 
-        All ranks that send, receive or relay must start their common groups in the same order.
+        All ranks that take part in common groups must start them in the same order.
         """
-        pending = Pending(into, listed)
-        if dtypes is None or not messages.adds:
-            dtypes = defaultdict(lambda: rows.dtype)
-        sends = _outgoing(messages, rows, listed, dtypes)
-        receives = {
-            message.peer: into[slice(*message.rows[0])]
-            for message in messages.receives
-            if not messages.adds and len(message.rows) == 1
-        }
-        packed = messages.packed_receives
-        for dtype, same_type in groupby(packed, key=lambda message: dtypes[message.peer]):
-            peers = {message.peer: message.tokens for message in same_type}
-            pending.arriving.append(into.new_empty(sum(peers.values()), *into.shape[1:], dtype=dtype))
-            receives |= dict(zip(peers, pending.arriving[-1].split(list(peers.values())), strict=True))
+        pending, receives = Pending(exchange, into), exchange.rows.receives
+        sent = _outgoing(exchange, rows)
+        in_place = isinstance(receives, slice) and not exchange.adds
+        arriving = into[receives] if in_place else None
+        if exchange.alone:
+            if arriving is None:
+                pending.arriving = [sent]
+            else:
+                arriving.copy_(sent)
+            return pending
+        if exchange.sizes is None:
+            self._start_messages(pending, sent, arriving, dtype)
+            return pending
+        sent = sent.to(dtype)
+        if arriving is None:
+            arriving = into.new_empty(exchange.tokens, *into.shape[1:], dtype=dtype)
+            pending.arriving = [arriving]
+        pending.sent = [sent, arriving]
+        work = dist.all_to_all_single(arriving, sent, *exchange.sizes, group=self.process_group, async_op=True)
+        assert work is not None, "this rank is part of the group"
+        pending.works = [work]
+        return pending
+
+    def _start_messages(
+        self, pending: Pending, sent: torch.Tensor, arriving: torch.Tensor | None, dtype: torch.dtype
+    ) -> None:
+        """Start a transfer group as messages between pairs of ranks."""
+        exchange, into = pending.exchange, pending.into
+
+        def of(peer: int) -> torch.dtype:
+            return into.dtype if peer in exchange.wide else dtype
+
+        parts = zip(exchange.sends, sent.split(list(exchange.sends.values())), strict=True) if exchange.sends else ()
+        sends = {peer: part.to(of(peer)) for peer, part in parts}
+        if arriving is None:
+            receives = {
+                peer: into.new_empty(tokens, *into.shape[1:], dtype=of(peer))
+                for peer, tokens in exchange.receives.items()
+            }
+            pending.arriving = list(receives.values())
+        else:
+            pieces = arriving.split(list(exchange.receives.values())) if exchange.receives else ()
+            receives = dict(zip(exchange.receives, pieces, strict=True))
         if self.rank in receives:
-            receives.pop(self.rank).copy_(sends[self.rank])
+            receives[self.rank].copy_(sends[self.rank])
+        others = {peer: buffer for peer, buffer in receives.items() if peer != self.rank}
         pending.sent = [*sends.values(), *receives.values()]
-        pending.dtypes = dtypes
-        routed = {piece.flow for piece in slices}
-        tag *= _SLICE_NUMBERS
+        routed = {piece.flow for piece in exchange.slices}
+        tag = exchange.tag * _SLICE_NUMBERS
         direct = [
             self._operation(dist.irecv, buffer, peer, tag)
-            for peer, buffer in receives.items()
+            for peer, buffer in others.items()
             if (peer, self.rank) not in routed
         ] + [
             self._operation(dist.isend, buffer, peer, tag)
             for peer, buffer in sends.items()
             if peer != self.rank and (self.rank, peer) not in routed
         ]
-        if self.in_order:
-            self._in_turns(pending, direct, slices, (sends, receives), tag)
-        else:
-            self._on_host(pending, direct, slices, (sends, receives), tag)
-        return pending
+        start = self._in_turns if self.in_order else self._on_host
+        start(pending, direct, dtype, (sends, others), tag)
 
     def _on_host(
-        self, pending: Pending, direct: Sequence[dist.P2POp], slices: Sequence[Slice], ends: Ends, tag: int
+        self, pending: Pending, direct: Sequence[dist.P2POp], dtype: torch.dtype, ends: Ends, tag: int
     ) -> None:
         outgoing = [operation for operation in direct if operation.op is dist.isend]
         pending.works = [start_message(operation) for operation in direct if operation.op is dist.irecv]
         relays = []
-        for piece in slices:
+        for piece in pending.exchange.slices:
             assert piece.number + 1 < _SLICE_NUMBERS, f"slice {piece.number} has the number of another group"
             place = piece.path.index(self.rank)
-            buffer = self._buffer(piece, pending, *ends)
+            buffer = self._buffer(piece, pending, dtype, *ends)
             coming, going = self._hops(piece, place, buffer, tag + piece.number + 1)
             if coming is not None and going is not None:
                 relays.append((start_message(coming), going))
@@ -265,15 +349,15 @@ class Transport:
         pending.hand_on(relays)
 
     def _in_turns(
-        self, pending: Pending, direct: Sequence[dist.P2POp], slices: Sequence[Slice], ends: Ends, tag: int
+        self, pending: Pending, direct: Sequence[dist.P2POp], dtype: torch.dtype, ends: Ends, tag: int
     ) -> None:
         # Messages run in the order in which they are started. So all ranks start the messages of one turn
         # together, and a slice has arrived before the next turn sends it on.
         turns: dict[int, list[dist.P2POp]] = defaultdict(list)
         turns[0] = list(direct)
-        for piece in slices:
+        for piece in pending.exchange.slices:
             place = piece.path.index(self.rank)
-            buffer = self._buffer(piece, pending, *ends)
+            buffer = self._buffer(piece, pending, dtype, *ends)
             coming, going = self._hops(piece, place, buffer, tag + piece.number + 1)
             if coming is not None:
                 turns[piece.turn + place - 1].append(coming)
@@ -283,14 +367,13 @@ class Transport:
             if turns[turn]:
                 pending.works += dist.batch_isend_irecv(turns[turn])
 
-    def _buffer(self, piece: Slice, pending: Pending, sends: dict, receives: dict) -> torch.Tensor:
+    def _buffer(self, piece: Slice, pending: Pending, dtype: torch.dtype, sends: dict, receives: dict) -> torch.Tensor:
         """Memory of a slice on this rank: at source and target part of the message, on a relay a new buffer."""
         source, target = piece.flow
         if self.rank == source:
             return sends[target][piece.start : piece.stop]
         if self.rank == target:
             return receives[source][piece.start : piece.stop]
-        dtype = dtype_of(piece, pending.dtypes)
         buffer = pending.into.new_empty(piece.stop - piece.start, *pending.into.shape[1:], dtype=dtype)
         pending.sent.append(buffer)
         return buffer
@@ -307,23 +390,6 @@ class Transport:
         return dist.P2POp(kind, tensor, self._ranks[peer], self.process_group, tag)
 
 
-def dtype_of(piece: Slice, dtypes: Dtypes) -> torch.dtype:
-    """The type of a slice, the same on all ranks of its path: the smaller of the types of its source and target."""
-    return min((dtypes[end] for end in piece.flow), key=lambda dtype: dtype.itemsize)
-
-
-def _outgoing(messages: Messages, rows: torch.Tensor, listed: MessageRows, dtypes: Dtypes) -> dict[int, torch.Tensor]:
-    """The rows to send to each peer, in order of peers, packed and converted."""
-    packed: dict[int, torch.Tensor] = {}
-    if listed.sends is not None:
-        together, start = rows.index_select(0, listed.sends), 0
-        of_type = {dtype: together.to(dtype) for dtype in {dtypes[message.peer] for message in messages.packed_sends}}
-        for message in messages.packed_sends:
-            packed[message.peer] = of_type[dtypes[message.peer]][start : start + message.tokens]
-            start += message.tokens
-    return {
-        message.peer: packed[message.peer]
-        if message.peer in packed
-        else rows[slice(*message.rows[0])].to(dtypes[message.peer])
-        for message in messages.sends
-    }
+def _outgoing(exchange: Exchange, rows: torch.Tensor) -> torch.Tensor:
+    """The rows to send, in order of peers."""
+    return rows_of(rows, exchange.rows.sends)

@@ -105,4 +105,4 @@ def bytes_of_token(shape: AttentionShape, model: TransformerConfig) -> TokenByte
     )
     if shape.latent is None:
         return found
-    return found._replace(kv=(shape.latent.size + shape.latent.shared) * item_bytes)
+    return found._replace(kv=(shape.latent.size + shape.latent.shared) * item_bytes, latents=True)

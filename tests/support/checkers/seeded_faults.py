@@ -244,11 +244,11 @@ def _sent_while_written(log: DeviceLog, rank: int) -> None:
 
     outgoing = transport._outgoing
 
-    def elsewhere(*args: Any) -> dict[int, torch.Tensor]:
+    def elsewhere(*args: Any) -> torch.Tensor:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            return {peer: rows.clone() for peer, rows in outgoing(*args).items()}
+            return outgoing(*args).clone()
 
     transport._outgoing = elsewhere
 
