@@ -232,7 +232,8 @@ def _routed_messages(plan: SequencePlan, cluster: Cluster) -> list[tuple[str, in
 def test_slices_of_two_exchanges_do_not_meet(pool: Pool) -> None:
     """Several turns of gathering are under way one after the other, and those who hand on may be late."""
     plan = random_plan((97, 130, 3), 6, 2, exchange="gather", linear="random")
-    cluster = replace(nodes_of(6, 2, nics=2), message_seconds=1e-12)  # so that there are as many turns as there may be
+    # So that there are as many turns as there may be.
+    cluster = replace(nodes_of(6, 2, nics=2), message_seconds=1e-12, launch_seconds=0.0, host_seconds=0.0)
     for started in pool.run(6, _routed_messages, plan, cluster):
         assert len(started) == len(set(started)) > 20
 
