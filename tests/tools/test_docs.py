@@ -105,6 +105,14 @@ def test_the_page_of_newest_figures_is_one_page():
     assert len((REPOSITORY / "benchmarks/README.md").read_text().splitlines()) <= 160
 
 
+@pytest.mark.parametrize("page", ["benchmarks/README.md", "docs/results.md"])
+def test_tables_of_figures_are_narrow(page):
+    lines = (REPOSITORY / page).read_text().splitlines()
+    rows = [line.strip("|").split("|") for line in lines if line.startswith("| ")]
+    assert rows and max(map(len, rows)) <= 8
+    assert not [cell for row in rows for cell in row if len(cell.strip()) > 60]
+
+
 @pytest.fixture(scope="module")
 def flags():
     """Flags of pretrain_gpt.py and of dynamic models as --help prints them, and those that scripts and modules here

@@ -35,12 +35,6 @@ def test_the_page_explains_its_settings_as_the_data_do() -> None:
         assert f", {NAMES[name]} " in page and f"- **{NAMES[name]}**: {text}\n" in page
 
 
-def test_tables_of_the_page_are_narrow() -> None:
-    rows = [line.strip("|").split("|") for line in PAGE.read_text().splitlines() if line.startswith("| ")]
-    assert rows and max(map(len, rows)) <= 8
-    assert max(len(cell.strip()) for row in rows for cell in row) <= 60
-
-
 def test_gains_are_means_or_of_the_case_with_the_largest() -> None:
     assert _row().gain() == pytest.approx((2 + 6) / 2)
     assert _row(pick="largest").gain() == pytest.approx(6)
