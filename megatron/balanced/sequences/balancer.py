@@ -61,7 +61,7 @@ class SequenceBalancer(StepCallback):
         tokens: Tokens | None = None,
         had_kernel: str | None = None,
     ) -> None:
-        check_model("SequenceBalancer", chunks, recaptures=(job or Job).recaptures)
+        check_model("SequenceBalancer", chunks, recaptures=(job or Job).recaptures, wrapped=tokens is None)
         self.chunks, self.config = list(chunks), config or SequenceConfig(enabled=True)
         self._report, self._iteration = report, 0
         self._sample_rows = 0 if job is None else job.micro_batch_size * job.seq_length

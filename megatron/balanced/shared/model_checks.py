@@ -22,23 +22,31 @@ _MARK = "balanced_by"  # attribute of a model chunk: class names of its balancer
 
 
 def check_model(
-    kind: str, chunks: Sequence[torch.nn.Module], optimizer: Any = None, *, recaptures: bool = False
+    kind: str,
+    chunks: Sequence[torch.nn.Module],
+    optimizer: Any = None,
+    *,
+    recaptures: bool = False,
+    wrapped: bool = True,
 ) -> None:
     """Raise ValueError if a balancer of class `kind` does not support the model chunks. The message is one line, with
     the way out.
 
     optimizer: of the model, if the balancer needs it.
     recaptures: as in `Job`.
+    wrapped: whether the chunks must be in `DistributedDataParallel`. Megatron-LM does not wrap a model that it only
+        validates.
     """
     for chunk in chunks:
-        _check_wrapped(chunk)
+        if wrapped:
+            _check_wrapped(chunk)
         if kind in vars(chunk).get(_MARK, ()):
             raise ValueError(
                 f"the model has a balancer of class {kind} already; close() its Balancers before another one"
             )
     _check_groups(chunks)
     of_optimizer = getattr(optimizer, "config", None)
-    configs = get_model_config(chunks[0]), chunks[0].ddp_config, of_optimizer
+    configs = get_model_config(chunks[0]), getattr(chunks[0], "ddp_config", None), of_optimizer
     check_configs(kind, *configs, recaptures=recaptures)
     for chunk in [] if recaptures else chunks:
         for module in chunk.modules():
