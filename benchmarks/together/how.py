@@ -1,4 +1,4 @@
-"""How a step with all three balancers works: the picture of README.md, drawn from real plans of a small job.
+"""How a step with all three balancers works: the picture of docs/together.md, from real plans of a small job.
 
 python -m benchmarks.together.how docs/figures/how.png
 """
@@ -93,9 +93,9 @@ STEP = (
     (3, 5.4, 7.0, "router,\nexact split", "#e0b860"), (3, 7.0, 10.4, "experts and replicas", "#eb9f64"),
     (3, 10.4, 11.6, "next\nlayers", "#d0d0d0"), (3, 11.6, 15.6, "backward", "#d0d0d0"),
     (2, 1.6, 3.4, "keys,\nonce a node", "#6f96d8"), (2, 3.4, 5.4, "weights\nof replicas", "#eb9f64"),
-    (2, 6.2, 7.0, "tokens", "#e0b860"), (2, 12.4, 15.2, "gradients of\nreplicas go home", "#eb9f64"),
-    (1, 7.0, 11.6, "a thread plans the next step's replicas", "#eb9f64"),
-    (1, 15.8, 18.6, "between steps,\nlayers move", "#b39ad1"),
+    (2, 6.0, 7.2, "tokens", "#e0b860"), (2, 12.4, 15.2, "gradients of\nreplicas go home", "#eb9f64"),
+    (1, 6.2, 12.4, "replicas of the next step are planned", "#eb9f64"),
+    (2, 15.8, 18.6, "between steps,\nlayers move", "#b39ad1"),
 )  # fmt: skip
 
 
@@ -105,7 +105,7 @@ def main(path: str) -> None:
     top = figure.add_subplot(grid[0, :])
     for lane, begin, end, text, color in STEP:
         top.barh(lane, end - begin - 0.05, 0.8, begin, color=color)
-        top.text((begin + end) / 2, lane, text, ha="center", va="center", fontsize=7)
+        top.text((begin + end) / 2, lane, text, ha="center", va="center", fontsize=8)
     top.set_yticks([3, 2, 1], ["compute", "links", "host"])
     top.set_xticks([])
     top.set_title(
