@@ -36,9 +36,11 @@ def test_trials_change_no_number(pool, tmp_path, flags):
     )
     assert_close(run, train(pool, ranks, flags, base=BASE, parameters=True))
     used = _used(tmp_path)
-    assert all(used[iteration] for iteration in range(3, 21)), "replicas were hardly used, so nothing was tested"
-    pairs = [{used[iteration], used[iteration + 1]} for iteration in range(21, 41, 2)]
-    assert pairs == [{True, False}] * 10
+    assert sum(used[iteration] for iteration in range(3, 21)) > 9, "replicas were hardly used, so nothing was tested"
+    left_out = {line["iteration"] for line in events_in(tmp_path, reason="a trial left replicas out")}
+    assert len(left_out) > 6 and min(left_out) > 20  # by the clock they may stay out at the end
+    for iteration in range(21, 41, 2):
+        assert len({iteration, iteration + 1} & left_out) <= 1 and not (used[iteration] and used[iteration + 1])
     (line,) = events_in(tmp_path, action="trial")
     assert line["pairs"] == 10 and 0 < line["gain_low"] <= line["gain"] <= line["gain_high"]
 
