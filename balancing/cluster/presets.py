@@ -12,9 +12,11 @@ Measured on 2026-11-26 on one NVIDIA H100 80GB HBM3, driver 580.159.04, torch 2.
 - Grouped products: torch._grouped_mm, forward and backward, of experts of Mixtral 8x7B, Qwen3-30B-A3B and DeepSeek-V3.
   Transformer Engine's grouped products, which Megatron-LM 0.19.2 takes, are as fast with many rows. They start the
   product of each group apart, in 48 us: 4.67 and 5.19 ms for the six products of 16 and 18 fine experts.
-- The host: 14.3, 8.6 and 8.5 ms for the 132, 84 and 84 operations that `balancing.sequences.rounds` counts for a layer
-  with `chunks` (8 turns), `zones` and `ring`; an operation starts 1.4 kernels, each in 73 us. NCCL starts a send and a
-  receive in 104 us. Copies: 3.0 TB/s, on an H200 4.3.
+- The host: 14.3, 8.6 and 8.5 ms for the 132, 84 and 84 operations that `balancing.sequences.rounds` counted for a layer
+  with `chunks` (8 turns), `zones` and `ring`; an operation starts 1.4 kernels, each in 73 us. That engine started each
+  message by itself; the present one does a quarter to a third of the work (`python -m benchmarks.host`) and was not
+  measured on a GPU, so its operations cost less than this. NCCL starts a send and a receive in 104 us.
+- Copies: 3.0 TB/s, on an H200 4.3.
 """
 
 from functools import cache

@@ -257,8 +257,11 @@ def _resumed_layouts(folder: str) -> tuple[dict[str, Any], str]:
 
 
 def _example(overrides: list[str]) -> tuple[list[dict], str]:
+    from balancing.cluster import Cluster
     from examples.bridge_recipe import show, train
 
+    one_rate = Cluster.sheet("h100-8x400g")  # at measured rates so few tokens are not worth a replica
+    Cluster.preset = lambda name: one_rate  # type: ignore[method-assign,assignment]
     events: list[Any] = []
     train("gpt.vanilla_gpt_pretrain_config", overrides, events.append)
     shown = io.StringIO()

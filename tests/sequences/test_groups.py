@@ -18,7 +18,8 @@ def area_of_ranks(samples: list[tuple[int, ...]], ranks: int, groups: int, metho
     area = np.array([causal_area(sample) for sample in samples])
     dealt, found = deal_areas(area, groups), []
     assert (np.bincount(dealt, minlength=groups) == len(samples) // groups).all()
-    cluster = Cluster.from_spec("h100-8x400g", ranks // groups, ranks_per_node=min(8, ranks // groups))
+    per_node = min(8, ranks // groups)
+    cluster = Cluster.sheet("h100-8x400g").relabel(ranks // groups // per_node, per_node)  # which balances area
     for group in range(groups):
         lengths = [length for at in np.flatnonzero(dealt == group).tolist() for length in samples[at]]
         plan = plan_sequences(lengths, cluster, shape=SHAPE, method=method)
