@@ -25,13 +25,17 @@ class SocketLimitError(ValueError):
 def cluster_of(ranks: list[int], cluster: Cluster | None) -> Cluster:
     """The part of `cluster` that a group of global `ranks` runs on, with ranks numbered within the group.
 
-    cluster: of the whole job. None: the launcher tells which ranks share a node, and speeds are those of a preset.
+    cluster: of the whole job. None: the launcher tells which ranks share a node, and speeds are those of a preset. On
+        CPUs, over gloo, its rates by length are left out, since they are a GPU's.
     """
     per_node = detect_launch().ranks_per_node if cluster is None else cluster.ranks_per_node
     nodes = len({rank // per_node for rank in ranks})
     if len(ranks) % nodes or ranks != sorted(ranks):
         nodes = 1
-    return (cluster or Cluster.preset("h200-8x400g")).relabel(nodes=nodes, ranks_per_node=len(ranks) // nodes)
+    if cluster is None:
+        on_cpus = dist.is_initialized() and "nccl" not in dist.get_backend()
+        cluster = Cluster.sheet("h200-8x400g") if on_cpus else Cluster.preset("h200-8x400g")
+    return cluster.relabel(nodes=nodes, ranks_per_node=len(ranks) // nodes)
 
 
 def duplicate_group(group: dist.ProcessGroup, timeout_minutes: float, *, on_host: bool = False) -> dist.ProcessGroup:

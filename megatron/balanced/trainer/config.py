@@ -68,7 +68,7 @@ class BalanceConfig:
         None,
         "Compute and link speeds for the planners' cost model: "
         f"{', '.join(PRESETS)}, or a file that python -m balancing.cluster --measure wrote. Without it, sequences are "
-        "planned for H200 GPUs, and the other balancers balance load without regard to costs.",
+        "planned for H200 GPUs (on CPUs by area), and the other balancers balance load without regard to costs.",
         flag="--cluster",
         metavar="PRESET|FILE",
     )
