@@ -19,7 +19,7 @@ import numpy as np
 
 from balancing.settings import check_settings, setting
 
-__all__ = ["Gain", "TrialConfig", "Trials", "Verdict", "median_gain"]
+__all__ = ["ClockGain", "TrialConfig", "Trials", "Verdict", "median_gain"]
 
 _CONFIDENCE = 0.95
 _WARM_UP = 20  # steps before the first round
@@ -54,7 +54,7 @@ class TrialConfig:
 
 
 @dataclass(frozen=True)
-class Gain:
+class ClockGain:
     """Seconds of a step without a balancer over those with it: the median of `pairs` pairs, and its interval. Above 1
     the balancer makes steps shorter. With fewer than 6 pairs the interval is unknown: 0 to infinity."""
 
@@ -74,7 +74,7 @@ class Verdict:
     """What a round of trials says of one balancer. on: whether it is on from now on. changed: whether it was not."""
 
     name: str
-    gain: Gain
+    gain: ClockGain
     on: bool
     changed: bool
 
@@ -84,11 +84,11 @@ class Verdict:
             return f"{self.name} {'on' if self.on else 'off'}: {self.gain}"
         if self.on:
             return f"{self.name} on again: without it steps take {self.gain} the time"
-        slower = Gain(1 / self.gain.ratio, 1 / self.gain.high, 1 / self.gain.low, self.gain.pairs)
+        slower = ClockGain(1 / self.gain.ratio, 1 / self.gain.high, 1 / self.gain.low, self.gain.pairs)
         return f"{self.name} off: with it steps take {slower} the time"
 
 
-def median_gain(logarithms: Sequence[float]) -> Gain | None:
+def median_gain(logarithms: Sequence[float]) -> ClockGain | None:
     """The median of ratios and its interval, from their logarithms; None without any.
 
     The interval lies between the k-th smallest and the k-th largest ratio, with the largest k for which the sign test
@@ -102,9 +102,9 @@ def median_gain(logarithms: Sequence[float]) -> Gain | None:
         outside += 1
     ratio = float(np.exp(np.median(values)))
     if not outside:
-        return Gain(ratio, 0.0, math.inf, number)
+        return ClockGain(ratio, 0.0, math.inf, number)
     low, high = np.exp(values[[outside - 1, number - outside]]).tolist()
-    return Gain(ratio, low, high, number)
+    return ClockGain(ratio, low, high, number)
 
 
 class Trials:
@@ -132,7 +132,7 @@ class Trials:
         self._block: dict[int, float] = {}  # combination -> seconds, of the block in progress
         self._warm_up = max(2, config.steps // 10) if config.steps else _WARM_UP
         self._interval = config.steps or config.interval  # a run of trials has one round
-        self._spent = 0  # steps that rounds before this one ran otherwise than decided, and those of this one
+        self._spent = 0  # steps that rounds before this one ran otherwise than decided
         self._round, self._blocks = 0, self._blocks_of_round(0)
 
     @property
@@ -208,7 +208,7 @@ class Trials:
         self._together.append(self._block[self._length - 1] - self._block[0])
         self._block = {}
 
-    def gains(self) -> dict[str, Gain]:
+    def gains(self) -> dict[str, ClockGain]:
         """What each balancer gained in all trials so far, and "together" all of them if there are several."""
         found = {name: median_gain(values) for name, values in self._logarithms.items()}
         if len(self.names) > 1:

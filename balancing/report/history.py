@@ -17,7 +17,7 @@ import numpy as np
 
 from balancing.files import parse_json
 from balancing.report.trace import TraceIteration, read_trace
-from balancing.trials import Gain
+from balancing.trials import ClockGain
 
 __all__ = ["MEMORY", "MOST_MICRO_BATCHES", "STEPS", "Damage", "History", "read_history", "report_files"]
 
@@ -113,7 +113,7 @@ class History:
     sequences: dict[int, dict[str, Any]] = field(default_factory=dict)
     experts: dict[int, dict[int, dict[str, Any]]] = field(default_factory=dict)
     actions: list[dict[str, Any]] = field(default_factory=list)
-    by_the_clock: dict[str, Gain] = field(default_factory=dict)
+    by_the_clock: dict[str, ClockGain] = field(default_factory=dict)
     timelines: list[TraceIteration] = field(default_factory=list)
     no_timeline: str = ""
     damage: Damage = field(init=False)
@@ -151,7 +151,7 @@ class History:
             ratio, low, high = (math.inf if line[name] is None else float(line[name]) for name in _GAIN)
             if not 0 <= low <= ratio <= high:
                 raise ValueError("a gain is not within its interval, or not a number")
-            self.by_the_clock[str(line["balancer"])] = Gain(ratio, low, high, _number(line, "pairs"))
+            self.by_the_clock[str(line["balancer"])] = ClockGain(ratio, low, high, _number(line, "pairs"))
             return
         if not observed:
             for name in _OF_ACTIONS:

@@ -16,7 +16,7 @@ from balancing.report.estimate import Estimate, ExpertLoad, StepLoad, estimate
 from balancing.report.events import imbalance
 from balancing.report.gains import Gain, Move, dealt_steps, gains, last_move, ordered_attention, tokens_served
 from balancing.report.history import MEMORY, Damage, History
-from balancing.trials import Gain as ClockGain
+from balancing.trials import ClockGain
 
 __all__ = ["BalancerActions", "LayerCosts", "RankLoad", "SlowLayer", "Summary", "Worst", "summarize", "warm_up"]
 

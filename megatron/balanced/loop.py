@@ -13,7 +13,7 @@ import torch
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_config
 
-from balancing.trials import Gain, TrialConfig
+from balancing.trials import ClockGain, TrialConfig
 from megatron.balanced.experts.balancer import ExpertBalancer
 from megatron.balanced.layers.balancer import LayerBalancer
 from megatron.balanced.observe.trials import StepTrials
@@ -115,7 +115,7 @@ class Balancers:
                 balancer.restore()
 
     @property
-    def gains(self) -> dict[str, Gain]:
+    def gains(self) -> dict[str, ClockGain]:
         """What each balancer gained by the clock in all trials so far, and "together" if there are several."""
         found = [callback.gains for callback in self._balancers if isinstance(callback, StepTrials)]
         return found[0] if found else {}

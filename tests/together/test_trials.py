@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from balancing.settings import SettingError
-from balancing.trials import Gain, TrialConfig, Trials, Verdict, median_gain
+from balancing.trials import ClockGain, TrialConfig, Trials, Verdict, median_gain
 
 
 class Job:
@@ -125,7 +125,7 @@ def test_a_block_of_which_a_step_is_missing_does_not_count():
         left_out = trials.left_out(iteration)
         if iteration not in (23, 30):
             trials.add(iteration, 2.0 if left_out else 1.0)
-    assert trials.gains()["experts"] == Gain(2.0, 2.0, 2.0, 8)
+    assert trials.gains()["experts"] == ClockGain(2.0, 2.0, 2.0, 8)
 
 
 def test_the_interval_is_that_of_the_sign_test():
@@ -141,11 +141,14 @@ def test_the_interval_is_that_of_the_sign_test():
 
 
 def test_lines_for_the_user():
-    off = Verdict("sequences", Gain(0.96, 0.93, 0.98, 14), on=False, changed=True)
+    off = Verdict("sequences", ClockGain(0.96, 0.93, 0.98, 14), on=False, changed=True)
     assert str(off) == "sequences off: with it steps take 1.04x (1.02 to 1.08, 14 pairs) the time"
-    on = Verdict("experts", Gain(1.2, 1.1, 1.3, 10), on=True, changed=True)
+    on = Verdict("experts", ClockGain(1.2, 1.1, 1.3, 10), on=True, changed=True)
     assert str(on) == "experts on again: without it steps take 1.20x (1.10 to 1.30, 10 pairs) the time"
-    assert str(Verdict("experts", Gain(1.2, 0.0, math.inf, 3), on=True, changed=False)) == "experts on: 1.20x (3 pairs)"
+    assert (
+        str(Verdict("experts", ClockGain(1.2, 0.0, math.inf, 3), on=True, changed=False))
+        == "experts on: 1.20x (3 pairs)"
+    )
 
 
 def test_bad_input():

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from balancing.clock import CpuClock, CudaClock
 from balancing.report import event
-from balancing.trials import Gain, TrialConfig, Trials
+from balancing.trials import ClockGain, TrialConfig, Trials
 from megatron.balanced.cpu.device import is_cpu
 from megatron.balanced.shared.callbacks import StepCallback
 
@@ -80,7 +80,7 @@ class StepTrials(StepCallback):
             print(f"> gained, by the clock: {gained}", flush=True)
 
     @property
-    def gains(self) -> dict[str, Gain]:
+    def gains(self) -> dict[str, ClockGain]:
         """What each balancer gained in all trials so far, as `Trials.gains`."""
         return {} if self._trials is None else self._trials.gains()
 
@@ -101,7 +101,7 @@ class StepTrials(StepCallback):
         seconds = torch.tensor(
             [self._clock.seconds(begin, begin, end)[1] for _, begin, end in timed],
             dtype=torch.float64,
-            device=torch.device("cpu") if is_cpu() else torch.device("cuda", torch.cuda.current_device()),
+            device=torch.cuda.current_device(),
         )
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
         for (iteration, *_), slowest in zip(timed, seconds.tolist(), strict=True):
@@ -116,7 +116,7 @@ class StepTrials(StepCallback):
             verdict = verdicts.get(name)
             self._tell(name, gain, verdict is None or verdict.on, str(verdict or ""))
 
-    def _tell(self, name: str, gain: Gain, on: bool, reason: str) -> None:
+    def _tell(self, name: str, gain: ClockGain, on: bool, reason: str) -> None:
         if self._report is not None:
             high = None if math.isinf(gain.high) else gain.high
             figures = {"gain": gain.ratio, "gain_low": gain.low, "gain_high": high, "pairs": gain.pairs}
