@@ -18,9 +18,19 @@ from typing import NamedTuple
 
 import numpy as np
 
+from balancing.sequences import SequencePlan
+from balancing.sequences.planners.stay import Lengths, zigzag
+from balancing.sequences.sequence_plan import same_exchange
 from benchmarks.baselines.micro_batches import differencing_deal
 
-__all__ = ["DEALS", "Dealt", "deal", "work"]
+__all__ = ["DEALS", "Dealt", "as_drawn", "deal", "work"]
+
+
+def as_drawn(lengths: Lengths) -> SequencePlan:
+    """Each rank computes its own sequences. lengths: tokens of the sequences of each rank."""
+    flat = tuple(length for of_rank in lengths for length in of_rank)
+    given = tuple(zigzag(lengths, 1))
+    return SequencePlan(flat, len(lengths), "given", given, given, same_exchange(given, flat, "gather"))
 
 
 class Dealt(NamedTuple):

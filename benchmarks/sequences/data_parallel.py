@@ -34,9 +34,7 @@ from balancing.files import write_text
 from balancing.sequences import AttentionShape, SequencePlan, plan_micro_batches, step_cost
 from balancing.sequences.micro_batches import document_seconds
 from balancing.sequences.plan import plan_attention
-from balancing.sequences.planners.stay import zigzag
-from balancing.sequences.sequence_plan import same_exchange
-from benchmarks.baselines.data_parallel import DEALS, Dealt, deal
+from benchmarks.baselines.data_parallel import DEALS, Dealt, as_drawn, deal
 from benchmarks.sequences.lengths import draw_lengths
 
 __all__ = ["Row", "main"]
@@ -151,9 +149,8 @@ def _own(lengths: np.ndarray, dealt: Dealt, at: int, ranks: int) -> tuple[tuple[
 
 def _plans(own: tuple[tuple[int, ...], ...], cluster: Cluster) -> tuple[SequencePlan, SequencePlan]:
     """Of a micro-batch: each rank computes its own attention, and what `SequenceBalancer` plans."""
-    flat, given = tuple(length for of_rank in own for length in of_rank), tuple(zigzag(own, 1))
-    alone = SequencePlan(flat, cluster.world_size, "given", given, given, same_exchange(given, flat, "gather"))
-    return alone, plan_attention(flat, given, cluster, shape=_SHAPE)
+    alone = as_drawn(own)
+    return alone, plan_attention(alone.lengths, alone.linear, cluster, shape=_SHAPE)
 
 
 def _areas(plan: SequencePlan, ranks: int) -> np.ndarray:

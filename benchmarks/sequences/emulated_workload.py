@@ -22,8 +22,7 @@ from balancing.sequences import AttentionShape, SequencePlan, plan_sequences, st
 from balancing.sequences.cost import TILE
 from balancing.sequences.engine.kernels import Pieces
 from balancing.sequences.plan import plan_attention
-from balancing.sequences.planners.stay import zigzag
-from balancing.sequences.sequence_plan import same_exchange
+from benchmarks.baselines.data_parallel import as_drawn
 from benchmarks.sequences.lengths import draw_batch
 from benchmarks.sequences.peers import all_gather_seconds, heads_and_ring
 from benchmarks.sequences.plans import baseline_parts
@@ -175,11 +174,10 @@ def _parts(
     shape: AttentionShape,
 ) -> tuple[SequencePlan, ...]:
     if method.stays:
-        given = tuple(zigzag(drawn, 1))
-        if method.stays == "tokens":
-            return (plan_attention(lengths, given, cluster, shape=shape, method=method.planner),)
-        exchange = same_exchange(given, lengths, "gather")
-        return (SequencePlan(lengths, cluster.world_size, "given", given, given, exchange),)
+        alone = as_drawn(drawn)
+        if method.stays == "attention":
+            return (alone,)
+        return (plan_attention(lengths, alone.linear, cluster, shape=shape, method=method.planner),)
     if method.moves == "a2a+p2p":
         return (heads_and_ring(lengths, cluster, shape).plan,)
     if method.peer:
