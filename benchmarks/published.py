@@ -8,7 +8,8 @@ is that of repeated runs on a quiet machine: 3 to 5 % on the emulated cluster, p
 on two cores. Exit code 1 if anything is marked.
 
 --quick repeats the figures of README.md, without peers and with fewer rounds, in 20 minutes on two idle cores. All
-figures take an hour.
+figures take an hour. For all other figures it says of which commit they are, and what of their code has changed since
+(`benchmarks.since`).
 """
 
 import argparse
@@ -40,6 +41,7 @@ from benchmarks.sequences import training as sequences_training
 from benchmarks.sequences.emulated import measure_rows
 from benchmarks.sequences.emulated_workload import CLUSTERS, SHAPES
 from benchmarks.sequences.emulated_workload import Scale as DocumentScale
+from benchmarks.since import PAGE, ages
 from benchmarks.whatif.published import read_published
 
 __all__ = ["FIGURES", "RUNS", "Figure", "Found", "Run", "main", "text_of"]
@@ -287,6 +289,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (RankFailed, RunTimeout) as error:
         print(f"published: {error}", *getattr(error, "tail", ()), sep="\n", file=sys.stderr)
         return 1
+    repeated = {f"python -m {RUNS[name].command.split()[0]}" for name in names}
+    try:
+        older = [age for age in ages(PAGE.read_text()) if age.command not in repeated]
+        print("not repeated:", *older, sep="\n  ")
+    except ValueError as error:
+        print(f"not repeated, of unknown age: {error}")
     marked = sum(row.differs for row in rows)
     print(f"{len(rows)} figures, {marked} differ by more than their noise")
     return 1 if marked else 0

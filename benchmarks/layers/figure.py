@@ -16,59 +16,50 @@ import matplotlib.pyplot as plt
 from benchmarks.figure_file import save_figure
 
 LABELS = {
-    "uniform": "equal numbers of layers",
-    "deepspeed": "DeepSpeed, by parameters",
     "static": "best fixed plan, known afterwards",
-    "diffusion, gate": "diffusion",
+    "diffusion, gate": "diffusion (DynMo)",
     "optimal, gate": "optimal (ours)",
-    "optimal, 2 chunks, gate": "optimal, 2 chunks a stage",
-    "optimal, 3 chunks, gate": "optimal, 3 chunks a stage",
-    "optimal, 4 chunks, gate": "optimal, 4 chunks a stage",
+    "chunks": "optimal, best of 2 to 4 chunks a stage",
     "oracle": "oracle of one chunk",
 }
 COLORS = {
-    "uniform": "#9aa0a6",
-    "deepspeed": "#6b8fb5",
     "static": "#c9a227",
     "diffusion, gate": "#d9733a",
     "optimal, gate": "#2f7d5b",
-    "optimal, 2 chunks, gate": "#58a884",
-    "optimal, 3 chunks, gate": "#7abb9d",
-    "optimal, 4 chunks, gate": "#a3d3bd",
-    "oracle": "#d5e4dc",
+    "chunks": "#8fc3a7",
+    "oracle": "#ffffff",
 }
+CHUNKS = [f"optimal, {chunks} chunks, gate" for chunks in (2, 3, 4)]
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Bars of throughput over a whole run by case, at the largest number of layers there is."""
+    """Bars of throughput over a whole run by case, from 1, at the largest number of layers there is."""
     trained = [row for row in rows if row["section"] == "training"]
     layers = max((row["case"].rpartition(", ")[2] for row in trained), key=lambda text: int(text.split()[0]))
     found = {
         (row["case"].rpartition(", ")[0], row["method"]): row["speedup"] for row in trained if layers in row["case"]
     }
     cases = list(dict.fromkeys(case for case, _ in found))
-    figure, axes = plt.subplots(figsize=(9, 3.6))
+    found |= {(case, "chunks"): max(found[case, method] for method in CHUNKS) for case in cases}
+    figure, axes = plt.subplots(figsize=(9, 3.4))
     width = 0.84 / len(LABELS)
-    chunks = [method for method in LABELS if "chunks" in method]
-    quickest = {case: max(chunks, key=lambda method: found[case, method]) for case in cases}
-    for number, method in enumerate(LABELS):
-        at = [group + (number - (len(LABELS) - 1) / 2) * width for group in range(len(cases))]
+    for number, (method, label) in enumerate(LABELS.items()):
+        middles = [group + (number - (len(LABELS) - 1) / 2) * width for group in range(len(cases))]
         values = [found[case, method] for case in cases]
         edge = "#2f7d5b" if method == "oracle" else None
-        axes.bar(at, values, width * 0.9, color=COLORS[method], label=LABELS[method], edgecolor=edge, linewidth=0.8)
-        for case, x, value in zip(cases, at, values, strict=True):
-            if method in ("optimal, gate", quickest[case]):
-                side = "right" if method == "optimal, gate" else "center"
-                axes.annotate(f"{value:.2f}", (x, value), ha=side, va="bottom", fontsize=7.5)
+        axes.bar(
+            middles, [value - 1 for value in values], width * 0.9, bottom=1, color=COLORS[method], label=label,
+            edgecolor=edge, linewidth=0.8,
+        )  # fmt: skip
+        for x, value in zip(middles, values, strict=True):
+            if method in ("optimal, gate", "chunks"):
+                axes.annotate(f"{value:.2f}", (x, max(value, 1)), ha="center", va="bottom", fontsize=7.5)
     axes.axhline(1, color="#333333", linewidth=0.8)
-    axes.set_ylim(0, 2.1)
+    axes.margins(y=0.1)
     axes.set_xticks(range(len(cases)), [case.replace(" ", "\n", 1) for case in cases])
     axes.set_ylabel("throughput over\nequal numbers of layers")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.set_title(
-        f"{layers} on 8 stages, a whole training run, moves included (modelled, simulated)", fontsize=9, loc="left"
-    )
-    axes.legend(ncols=2, frameon=False, fontsize=8.5, loc="upper left")
+    axes.legend(ncols=3, frameon=False, fontsize=8.5, loc="lower center", bbox_to_anchor=(0.5, 1.0))
     save_figure(figure, path, bbox_inches="tight", facecolor="white")
     plt.close(figure)
 

@@ -9,6 +9,15 @@ import pytest
 
 from benchmarks import published
 from benchmarks.published import FIGURES, ROOT, RUNS, Figure, Run, main, text_of
+from benchmarks.since import Age
+
+
+@pytest.fixture(autouse=True)
+def _ages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ages of the figures that are not repeated, without reading the history of each file."""
+    rows = [Age("python -m benchmarks.host", "f1257a0", "2026-11-26", 3, ()),
+            Age("python -m benchmarks.experts.training", "f1257a0", "2026-11-26", 3, ())]  # fmt: skip
+    monkeypatch.setattr(published, "ages", lambda page: rows)
 
 
 @pytest.mark.parametrize("figure", FIGURES, ids=lambda each: f"{each.file} {each.run} {each.keys[0]}")
@@ -55,6 +64,9 @@ def test_differences_above_the_noise_are_marked(
     monkeypatch.setattr(published, "RUNS", _runs(change))
     assert main(["--json", str(tmp_path / "found.json")]) == code
     lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if "f1257a0" in line] == [
+        "  2026-11-26 f1257a0 python -m benchmarks.host: 0 of 3 files changed"
+    ], "of runs that were not repeated alone"
     assert sum(line.endswith("DIFFERS") for line in lines) == marked
     found = json.loads((tmp_path / "found.json").read_text())
     assert len(found) == sum(len(each.keys) for each in FIGURES) and sum(row["differs"] for row in found) == marked
