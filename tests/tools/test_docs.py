@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron.balanced.trainer.checks.megatron import MEGATRON_VERSIONS
 from tests.support.command import run_python
 
 REPOSITORY = Path(__file__).parents[2]
@@ -188,6 +189,19 @@ def test_the_readme_keeps_to_its_length_and_shows_every_balancer():
     assert {"--balance", "all"} <= set(example.split()) and len(example.splitlines()) <= 3
     for balancer in ("experts", "sequences", "layers"):
         assert f"[`--balance-{balancer}`](docs/{balancer}.md)" in text
+
+
+def test_the_readme_names_versions_and_the_length_of_the_entry_point_as_they_are():
+    text, setup = ((REPOSITORY / name).read_text() for name in ("README.md", "setup.py"))
+    (oldest, newest) = re.search(r"PyTorch (2\.\d+) to (2\.\d+)", text).groups()
+    assert f'"torch>={oldest},<2.{int(newest.partition(".")[2]) + 1}"' in setup
+    pythons = re.findall(r"3\.\d+", re.search(r"Python (.+?),", text)[1])
+    assert f'python_requires=">={pythons[0]}"' in setup
+    assert pythons == re.findall(r"Language :: Python :: (3\.\d+)", setup)
+    assert f"- megatron-core {' and '.join(MEGATRON_VERSIONS)}. " in text
+    assert f"megatron-core {MEGATRON_VERSIONS[0].rpartition('.')[0]}, PyTorch" in text
+    entry = REPOSITORY / "pretrain_gpt.py"
+    assert f"the entry point, {len(entry.read_text().splitlines())} lines" in text
 
 
 def test_every_patch_is_documented():
