@@ -22,8 +22,8 @@ from balancing.sequences import (
     plan_sequences,
 )
 from balancing.sequences.engine import merging
-from balancing.sequences.engine.program import Wait
-from balancing.sequences.engine.rank_program import RankProgram, TokenBytes
+from balancing.sequences.engine.compiler import RankProgram
+from balancing.sequences.engine.program import TokenBytes, Wait
 from balancing.sequences.sequence_plan import LatentShape
 from balancing.sequences.window import in_window
 from benchmarks.host.counting import Counted, Measured, fake_ranks, measure

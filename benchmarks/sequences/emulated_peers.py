@@ -22,8 +22,9 @@ import torch.distributed as dist
 from balancing.cluster import Cluster
 from balancing.messages import start_message
 from balancing.sequences import SequenceAttention, SequencePlan, Shard
+from balancing.sequences.engine.compiler import compile_rank
 from balancing.sequences.engine.kernels import Kernel, Pieces
-from balancing.sequences.engine.rank_program import TokenBytes, compile_rank
+from balancing.sequences.engine.program import TokenBytes
 
 __all__ = ["AllGather", "HeadsAndRing", "Waits"]
 

@@ -26,12 +26,12 @@ import torch.distributed as dist
 
 from balancing.sequences import SequenceAttention, SequencePlan, Shard
 from balancing.sequences.cost import hidden_seconds, linear_seconds
-from balancing.sequences.engine.attention_call import AttentionCall, Statistics, prepare_exchanges
+from balancing.sequences.engine.attention import AttentionCall, prepare_exchanges
 from balancing.sequences.engine.call_rows import rows_on_device
+from balancing.sequences.engine.compiler import compile_rank
 from balancing.sequences.engine.kernels import Pieces
-from balancing.sequences.engine.program import TransferGroup
-from balancing.sequences.engine.rank_program import TokenBytes, compile_rank
-from balancing.sequences.engine.transport import Transport
+from balancing.sequences.engine.program import TokenBytes, TransferGroup
+from balancing.sequences.engine.transport import Statistics, Transport
 from balancing.sequences.sequence_plan import AttentionShape
 from benchmarks.emulated.device import Device
 from benchmarks.sequences.emulated_peers import AllGather, HeadsAndRing

@@ -64,7 +64,7 @@ ALLOWED: dict[tuple[str, str], str] = {
         "synchronize event",
     ): "with --balance-report, for a time in the backward pass, which the gradient norm has waited for",
     (
-        "balancing/sequences/engine/attention_call.py:Statistics.exposed_seconds",
+        "balancing/sequences/engine/transport.py:Statistics.exposed_seconds",
         "synchronize event",
     ): "likewise",
     (

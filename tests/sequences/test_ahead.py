@@ -8,7 +8,8 @@ import pytest
 from balancing.cluster import Cluster
 from balancing.sequences import AttentionShape, Shard, causal_area, plan_sequences
 from balancing.sequences.ahead import PlanningAhead, zone_shares
-from balancing.sequences.engine.rank_program import TokenBytes, compile_rank
+from balancing.sequences.engine.compiler import compile_rank
+from balancing.sequences.engine.program import TokenBytes
 from balancing.sequences.load import zigzag_area, zigzag_areas
 from balancing.sequences.sequence_plan import SequencePlan
 

@@ -9,11 +9,11 @@ import torch
 from balancing.cluster import Cluster
 from balancing.sequences import AttentionShape, plan_sequences
 from balancing.sequences.engine import kernel_choice, kernel_trial, kernels
+from balancing.sequences.engine.compiler import compile_rank
 from balancing.sequences.engine.flash_kernels import TorchFlash
 from balancing.sequences.engine.kernel_choice import KernelError, KernelsInTurn, choose_among
 from balancing.sequences.engine.kernel_trial import AttentionHeads
 from balancing.sequences.engine.kernels import PRODUCTS, OfOneSize, Pieces
-from balancing.sequences.engine.rank_program import compile_rank
 from balancing.sequences.plan import METHODS
 from balancing.sequences.window import in_window
 from tests.sequences.test_kernels import PIECES, _alone, _inputs

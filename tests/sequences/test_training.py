@@ -329,7 +329,7 @@ def _share(fixed: bool) -> None:
     from balancing.cluster import Cluster
     from balancing.sequences import AttentionShape
     from balancing.sequences.ahead import PlanningAhead
-    from balancing.sequences.engine.rank_program import compile_rank
+    from balancing.sequences.engine.compiler import compile_rank
     from balancing.sequences.plan import plan_sequences
     from megatron.balanced.sequences.dataset import PlannedDataset, Rows, positions
     from megatron.balanced.sequences.domain import Domain

@@ -17,10 +17,11 @@ transfers on the communicator's stream is enough to relay. Elsewhere a thread re
 """
 
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from balancing.sequences.engine.program import Messages, TransferGroup
 from balancing.sequences.engine.routing import Slice
 from balancing.threads import start_thread
 
-__all__ = ["Chain", "Exchange", "Pending", "Transport"]
+__all__ = ["Chain", "Exchange", "Pending", "Statistics", "Transport"]
 
 Ends = tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]  # by peer: rows to send, rows to receive
 
@@ -194,6 +195,53 @@ class Chain:
             self._error = error
         for came in self._came.values():
             came.set()
+
+
+@dataclass
+class Statistics:
+    """Bytes that attention has sent from this rank, messages relayed for other ranks included.
+
+    intra_bytes, inter_bytes: keys, values and their gradients, to ranks of the same node and of other nodes.
+    remap_intra_bytes, remap_inter_bytes: changes of layout, to ranks of the same node and of other nodes.
+    timed: whether waits on CUDA are measured, at two events a wait.
+    """
+
+    intra_bytes: int = 0
+    inter_bytes: int = 0
+    remap_intra_bytes: int = 0
+    remap_inter_bytes: int = 0
+    timed: bool = True
+    _waited: float = 0.0
+    _marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Seconds that the rank, on CUDA its stream, has waited for transfers. Blocks until all measured waits end."""
+        for begin, end in self._marks:
+            end.synchronize()
+            self._waited += begin.elapsed_time(end) / 1e3
+        self._marks.clear()
+        return self._waited
+
+    def wait(self, pending: Pending) -> None:
+        """Wait for transfers and count the time."""
+        self.timed_wait(pending.wait, pending.on_cuda)
+
+    def timed_wait(self, wait: Callable[[], None], on_cuda: bool) -> None:
+        """Wait for transfers by `wait` and count the time. on_cuda: whether the current stream waits."""
+        if on_cuda and not self.timed:
+            wait()
+            return
+        if on_cuda:
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            wait()
+            end.record()
+            self._marks.append((begin, end))
+            return
+        start = time.perf_counter()
+        wait()
+        self._waited += time.perf_counter() - start
 
 
 class Transport:

@@ -10,8 +10,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from balancing.cluster import Cluster
 from balancing.sequences import AttentionShape, SequencePlan, plan_attention, plan_sequences
 from balancing.sequences.config import SequenceConfig
+from balancing.sequences.engine.compiler import RankProgram, compile_rank
 from balancing.sequences.engine.kernel_trial import AttentionHeads
-from balancing.sequences.engine.rank_program import RankProgram, TokenBytes, compile_rank
+from balancing.sequences.engine.program import TokenBytes
 from balancing.sequences.planners.stay import Lengths, zigzag
 from balancing.sequences.window import in_window
 

@@ -108,7 +108,7 @@ def _attention_does_not_wait(log: DeviceLog, rank: int) -> None:
 
 
 def _remap_does_not_wait(log: DeviceLog, rank: int) -> None:
-    from balancing.sequences.engine.attention_call import AttentionCall
+    from balancing.sequences.engine.attention import AttentionCall
 
     AttentionCall.change_layout = _unheard(log, AttentionCall.change_layout)
 

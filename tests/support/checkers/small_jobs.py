@@ -63,7 +63,7 @@ def attention(exchange: str, linear: str, per_node: int = 0) -> list[np.ndarray]
     node, of which the last one may have fewer; 0 for all."""
     from balancing.sequences.engine import gather
     from balancing.sequences.engine.attention import SequenceAttention
-    from balancing.sequences.engine.rank_program import compile_rank
+    from balancing.sequences.engine.compiler import compile_rank
     from tests.support.sequence_plans import nodes_of, random_plan, zigzag_plan
 
     gather.TILE = 8  # or short sequences would come in one turn
