@@ -42,11 +42,10 @@ from balancing.sequences.engine.compiler import RankProgram, compile_rank, make_
 from balancing.sequences.engine.program import Program, TokenBytes
 from balancing.sequences.engine.routing import route
 from balancing.sequences.engine.transport import Statistics
-from balancing.sequences.load import causal_area, zigzag_area
 from balancing.sequences.micro_batches import MicroBatchPlan, deal_whole, plan_micro_batches
 from balancing.sequences.plan import DEFAULT_CHUNK, METHODS, plan_attention, plan_sequences
 from balancing.sequences.planners.linear_layout import linear_layout
-from balancing.sequences.sequence_plan import AttentionShape, KVExchange, SequencePlan, Shard
+from balancing.sequences.sequence_plan import AttentionShape, KVExchange, SequencePlan, Shard, causal_area, zigzag_area
 from balancing.sequences.traffic import TokenTraffic, kv_traffic, remap_traffic
 
 __all__ = [

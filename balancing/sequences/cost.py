@@ -31,9 +31,8 @@ from typing import NamedTuple
 import numpy as np
 
 from balancing.cluster import Cluster
-from balancing.sequences.load import TILE, causal_area, token_counts
 from balancing.sequences.rounds import Asked, TurnTokens, plan_rounds, turn_tokens, what_is_asked
-from balancing.sequences.sequence_plan import AttentionShape, SequencePlan
+from balancing.sequences.sequence_plan import TILE, AttentionShape, SequencePlan, causal_area, token_counts
 from balancing.sequences.traffic import LinkTokens, link_tokens_seconds, plan_links, remap_traffic, traffic_seconds
 from balancing.sequences.window import in_window
 

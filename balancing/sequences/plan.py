@@ -1,32 +1,41 @@
 """Plans of sequences: the rank of each token, from the lengths of a batch.
 
 A plan depends only on the lengths, the cluster and the model's shape, so every rank makes the same plan without
-communication. A data loader's worker can make it before the step that needs it (`balancing.sequences.ahead`).
+communication. A data loader's worker can make it before the step that needs it, and compile it (`PlanCache`).
 """
 
 import difflib
 import numbers
-from collections.abc import Sequence
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import itemgetter
-from typing import Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
 from balancing.cluster import Cluster
 from balancing.sequences.cost import extra_pairs, step_cost
-from balancing.sequences.load import token_counts
 from balancing.sequences.planners.chunks import balanced_chunks, dealt_again
 from balancing.sequences.planners.linear_layout import linear_layout
 from balancing.sequences.planners.stay import shed_tails
 from balancing.sequences.planners.zones import even_counts, even_layout, zone_layout
-from balancing.sequences.sequence_plan import AttentionShape, KVExchange, SequencePlan, Shard, same_exchange
+from balancing.sequences.sequence_plan import (
+    AttentionShape,
+    KVExchange,
+    SequencePlan,
+    Shard,
+    same_exchange,
+    token_counts,
+)
 
-__all__ = ["DEFAULT_CHUNK", "METHODS", "Method", "plan_attention", "plan_sequences"]
+__all__ = ["DEFAULT_CHUNK", "METHODS", "Method", "PlanCache", "Planned", "plan_attention", "plan_sequences"]
 
 Method = Literal["chunks", "zones", "ring", "gather"]
 METHODS: tuple[str, ...] = get_args(Method)
 DEFAULT_CHUNK = 512
+_KEPT = 64  # plans, mostly below a megabyte each; a few megabytes where many ranks gather
 
 # Of method "zones" without a capacity: the most tokens of a rank in attention over the mean.
 _ZONES_ROOM = 1.5
@@ -67,7 +76,7 @@ def plan_sequences(
     With every method the ranks' tokens in linear layers differ by at most one. With fewer tokens than ranks some ranks
     are empty. On one rank everything is local.
 
-    Raises ValueError for an unknown method, no lengths, lengths below 1, more than `load.MOST_TOKENS` tokens, a chunk
+    Raises ValueError for an unknown method, no lengths, lengths below 1, more than `MOST_TOKENS` tokens, a chunk
     below 1, and a capacity below 1, below the mean or too small for the longest sequence over all ranks.
     """
     if method not in METHODS:
@@ -112,6 +121,43 @@ def plan_attention(
             exchange = same_exchange(layout, checked, "gather")
             plans.append(SequencePlan(checked, cluster.world_size, name, layout, given, exchange))
     return _quickest(plans, cluster, shape)
+
+
+class Planned(NamedTuple):
+    """A plan, its compiled program for one rank, and the milliseconds that both took to make: 0 if they were kept."""
+
+    plan: SequencePlan
+    program: Any
+    milliseconds: float
+
+
+class PlanCache:
+    """Makes plans and programs, and keeps the latest 64. It is pickled into the workers of a data loader, which use it
+    while earlier steps run.
+
+    plan: makes a plan from lengths [sequence], deterministically.
+    compile: makes this rank's program from a plan, or a program for each kind of layers. Its result can be pickled.
+    """
+
+    def __init__(
+        self,
+        plan: Callable[[tuple[int, ...]], SequencePlan],
+        compile: Callable[[SequencePlan], Any],
+    ) -> None:
+        self._plan, self._compile = plan, compile
+        self._known: OrderedDict[tuple[int, ...], tuple[SequencePlan, Any]] = OrderedDict()
+
+    def __call__(self, lengths: Sequence[int]) -> Planned:
+        """The plan and program of a batch. lengths: tokens of each sequence, at least 1."""
+        key, begin = tuple(lengths), time.perf_counter()
+        if key not in self._known:
+            plan = self._plan(key)
+            self._known[key] = plan, self._compile(plan)
+            if len(self._known) > _KEPT:
+                self._known.popitem(last=False)
+            return Planned(*self._known[key], (time.perf_counter() - begin) * 1e3)
+        self._known.move_to_end(key)
+        return Planned(*self._known[key], 0.0)
 
 
 def _plan(

@@ -11,8 +11,7 @@ import numpy as np
 
 from balancing.cluster import Cluster
 from balancing.cluster.links import link_seconds, routed_link_seconds
-from balancing.sequences.load import TILE
-from balancing.sequences.sequence_plan import SequencePlan, columns
+from balancing.sequences.sequence_plan import TILE, SequencePlan, columns
 from balancing.sequences.window import reaches
 
 __all__ = [

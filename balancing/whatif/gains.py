@@ -18,9 +18,8 @@ from balancing.experts import ExpertShape, LoadTrace, TransferWindow, layer_cost
 from balancing.sequences.cost import step_cost, whole_seconds
 from balancing.sequences.domain import WORTH as DOMAIN_WORTH
 from balancing.sequences.domain import planned_ranks
-from balancing.sequences.load import causal_area
 from balancing.sequences.plan import plan_sequences
-from balancing.sequences.sequence_plan import AttentionShape
+from balancing.sequences.sequence_plan import AttentionShape, causal_area
 from balancing.whatif.lengths import draw_batch
 from balancing.whatif.routing import drifted, gini_popularity, sampled_load, zipf_popularity
 from balancing.whatif.step import StepModel

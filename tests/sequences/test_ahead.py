@@ -7,11 +7,10 @@ import pytest
 
 from balancing.cluster import Cluster
 from balancing.sequences import AttentionShape, Shard, causal_area, plan_sequences
-from balancing.sequences.ahead import PlanningAhead, zone_shares
 from balancing.sequences.engine.compiler import compile_rank
 from balancing.sequences.engine.program import TokenBytes
-from balancing.sequences.load import zigzag_area, zigzag_areas
-from balancing.sequences.sequence_plan import SequencePlan
+from balancing.sequences.plan import PlanCache
+from balancing.sequences.sequence_plan import SequencePlan, zigzag_area, zigzag_areas, zone_shares
 
 CLUSTER = Cluster.preset("h200-8x400g").relabel(nodes=2, ranks_per_node=2)
 SHAPE = AttentionShape(hidden=64, heads=4, kv_heads=2, layers=2, ffn_hidden=128)
@@ -24,7 +23,7 @@ def test_plans_are_made_once_and_for_all_ranks_alike():
         made.append(lengths)
         return plan_sequences(lengths, CLUSTER, shape=SHAPE, chunk=8)
 
-    ranks = [PlanningAhead(make, lambda plan, rank=rank: compile_rank(plan, rank, CLUSTER)) for rank in range(2)]
+    ranks = [PlanCache(make, lambda plan, rank=rank: compile_rank(plan, rank, CLUSTER)) for rank in range(2)]
     first, again = ranks[0]([100, 7, 21]), ranks[0](np.array([100, 7, 21]))
     assert made == [(100, 7, 21)]
     assert again.plan is first.plan and first.milliseconds > again.milliseconds == 0

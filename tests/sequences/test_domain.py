@@ -406,14 +406,14 @@ def _read(folder: Path, method: str) -> tuple[list[int], list[int], int, int]:
 
     from balancing.cluster import Cluster
     from balancing.sequences import AttentionShape, plan_sequences
-    from balancing.sequences.ahead import PlanningAhead
+    from balancing.sequences.plan import PlanCache
     from megatron.balanced.sequences.dataset import PlannedDataset, Rows, row_origins
     from megatron.balanced.sequences.domain import Domain
 
     dataset = _datasets(folder)["documents"]
     cluster = Cluster.preset("h200-8x400g").relabel(nodes=1, ranks_per_node=4)
     shape = AttentionShape(32, 4, 4, 2, 64)
-    ahead = PlanningAhead(lambda lengths: plan_sequences(lengths, cluster, shape=shape, method=method, chunk=4), hash)
+    ahead = PlanCache(lambda lengths: plan_sequences(lengths, cluster, shape=shape, method=method, chunk=4), hash)
     get, read, held, cuts = dataset.dataset.get, [0] * 4, [0] * 4, 0
     for first in (0, 8):
         whole = [dataset[index] for index in range(first, first + 8)]

@@ -195,7 +195,7 @@ def _shifted(folder: Path, kind: str) -> int:
 
     from balancing.cluster import Cluster
     from balancing.sequences import AttentionShape, plan_sequences
-    from balancing.sequences.ahead import PlanningAhead
+    from balancing.sequences.plan import PlanCache
     from megatron.balanced.sequences.dataset import PlannedDataset, Rows
     from megatron.balanced.sequences.domain import Domain
     from megatron.balanced.sequences.reading import document_lengths
@@ -203,7 +203,7 @@ def _shifted(folder: Path, kind: str) -> int:
     names, dataset = ("tokens", "labels", "loss_mask", "position_ids"), _datasets(folder)[kind]
     cluster = Cluster.preset("h200-8x400g").relabel(nodes=1, ranks_per_node=4)
     shape = AttentionShape(32, 4, 4, 2, 64)
-    ahead = PlanningAhead(lambda lengths: plan_sequences(lengths, cluster, shape=shape, method="zones"), hash)
+    ahead = PlanCache(lambda lengths: plan_sequences(lengths, cluster, shape=shape, method="zones"), hash)
     expected, ours = [], []
     for index in (3, 4):
         sample = dataset[index]
@@ -239,7 +239,7 @@ def _losses_of_padded() -> tuple[list[list[int]], list[list[int]]]:
 
     from balancing.cluster import Cluster
     from balancing.sequences import AttentionShape, plan_sequences
-    from balancing.sequences.ahead import PlanningAhead
+    from balancing.sequences.plan import PlanCache
     from megatron.balanced.sequences.dataset import PlannedDataset, Rows
     from megatron.balanced.sequences.domain import Domain
 
@@ -247,7 +247,7 @@ def _losses_of_padded() -> tuple[list[list[int]], list[list[int]]]:
     samples = _Samples(documents, padding)
     cluster = Cluster.preset("h200-8x400g").relabel(nodes=1, ranks_per_node=3)
     shape = AttentionShape(32, 4, 4, 2, 64)
-    ahead = PlanningAhead(lambda lengths: plan_sequences(lengths, cluster, shape=shape, method="zones", chunk=2), hash)
+    ahead = PlanCache(lambda lengths: plan_sequences(lengths, cluster, shape=shape, method="zones", chunk=2), hash)
     found: tuple[list[list[int]], list[list[int]]] = [[], [], []], [[], [], []]
     for rank in range(3):
         dataset = PlannedDataset(samples, ahead, Domain(rank, 3), Rows(3, 1, False, shifts=2), padding=7)

@@ -328,9 +328,8 @@ def _share(fixed: bool) -> None:
 
     from balancing.cluster import Cluster
     from balancing.sequences import AttentionShape
-    from balancing.sequences.ahead import PlanningAhead
     from balancing.sequences.engine.compiler import compile_rank
-    from balancing.sequences.plan import plan_sequences
+    from balancing.sequences.plan import PlanCache, plan_sequences
     from megatron.balanced.sequences.dataset import PlannedDataset, Rows, positions
     from megatron.balanced.sequences.domain import Domain
 
@@ -339,7 +338,7 @@ def _share(fixed: bool) -> None:
     samples = _Samples([[10, 6], [1, 2, 13], [16]], padding=[0, 5, 15])
     ranks = []
     for rank in range(3):
-        ahead = PlanningAhead(make, partial(compile_rank, rank=rank, cluster=cluster))
+        ahead = PlanCache(make, partial(compile_rank, rank=rank, cluster=cluster))
         dataset = PlannedDataset(samples, ahead, Domain(rank, 3), Rows(3, 2, fixed), padding=7)
         assert (len(dataset), dataset.index_split) == (3, "train")
         (batch,) = DataLoader(dataset, batch_sampler=[[0, 1, 2]])

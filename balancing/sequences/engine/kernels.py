@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from balancing.sequences.load import MOST_TOKENS
+from balancing.sequences.sequence_plan import MOST_TOKENS
 from balancing.upload import upload
 
 __all__ = [

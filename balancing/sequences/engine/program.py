@@ -15,8 +15,7 @@ import numpy as np
 
 from balancing.sequences.cost import pair_flops
 from balancing.sequences.engine.kernels import Pieces
-from balancing.sequences.load import area_of_first
-from balancing.sequences.sequence_plan import Range, Shard, by_sequence, join_adjacent
+from balancing.sequences.sequence_plan import Range, Shard, area_of_first, by_sequence, join_adjacent
 
 __all__ = [
     "LAYOUT_CHANGES",

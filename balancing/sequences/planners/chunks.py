@@ -25,9 +25,8 @@ from operator import itemgetter
 
 from balancing.cluster import Cluster
 from balancing.sequences.cost import exposed_seconds, hidden_seconds, token_bytes
-from balancing.sequences.load import TILE
 from balancing.sequences.planners.dealing import TOLERANCE, Piece, deal, joined, piece_area
-from balancing.sequences.sequence_plan import AttentionShape, Shard
+from balancing.sequences.sequence_plan import TILE, AttentionShape, Shard
 
 __all__ = ["balanced_chunks", "dealt_again"]
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from balancing.sequences.ahead import PlanningAhead
+from balancing.sequences.plan import PlanCache
 from balancing.sequences.sequence_plan import SequencePlan
 from megatron.balanced.sequences.domain import Domain, Sample
 from megatron.balanced.sequences.reading import document_lengths, read_tokens, sample_areas, sample_costs
@@ -117,7 +117,7 @@ class PlannedDataset(torch.utils.data.Dataset):
     def __init__(
         self,
         dataset: torch.utils.data.Dataset,
-        planning: PlanningAhead,
+        planning: PlanCache,
         domain: Domain,
         rows: Rows,
         padding: int | None,

@@ -10,9 +10,8 @@ import numpy as np
 from balancing.cluster import Cluster
 from balancing.report import event, imbalance
 from balancing.sequences import AttentionShape, SequenceAttention, SequencePlan
-from balancing.sequences.ahead import zone_shares
-from balancing.sequences.load import causal_area, zigzag_areas
 from balancing.sequences.micro_batches import document_seconds
+from balancing.sequences.sequence_plan import causal_area, zigzag_areas, zone_shares
 from balancing.sequences.window import in_window
 from megatron.balanced.sequences.domain import Domain
 

@@ -22,7 +22,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from megatron.core.utils import unwrap_model
 
 from balancing.ranges import named
-from balancing.sequences.ahead import PlanningAhead
+from balancing.sequences.plan import PlanCache
 from balancing.sequences.planners.stay import Lengths
 from megatron.balanced.sequences.attention import BatchAttention, window_of
 from megatron.balanced.sequences.events import MicroBatch
@@ -81,7 +81,7 @@ class AttentionInPlace(Tokens):
 
     def attach(self, chunks: list[Any], sharing: Sharing) -> None:
         self._chunks, self._sharing, planner = chunks, sharing, sharing.planner
-        self._planned = PlanningAhead(planner.plan_in_place, planner.compile)  # type: ignore[arg-type]
+        self._planned = PlanCache(planner.plan_in_place, planner.compile)  # type: ignore[arg-type]
         self.layers_moved()
 
     def layers_moved(self) -> None:

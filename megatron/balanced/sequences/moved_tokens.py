@@ -24,8 +24,8 @@ from megatron.core.utils import unwrap_model
 from balancing.pipeline.schedule import Schedule
 from balancing.ranges import named
 from balancing.sequences import SequencePlan
-from balancing.sequences.ahead import PlanningAhead
 from balancing.sequences.micro_batches import MICRO_BATCH_ROOM
+from balancing.sequences.plan import PlanCache
 from megatron.balanced.sequences.attention import BatchAttention, DocumentPositions, PlannedSequences, SampleRows
 from megatron.balanced.sequences.dataset import PlannedBatch, PlannedDataset, Rows, positions, receive, row_origins
 from megatron.balanced.sequences.domain import LossTokens
@@ -159,7 +159,7 @@ class MovedTokens(Tokens):
         padding = dataset.config.tokenizer.pad if self._batches.conversations else None
         planner = self.sharing.planner
         rows = replace(self._rows, fixed=False) if isinstance(steps, Steps) else self._rows
-        planning = PlanningAhead(planner.plan, planner.compile)
+        planning = PlanCache(planner.plan, planner.compile)
         return PlannedDataset(dataset, planning, self.sharing.domain, rows, padding, steps)
 
     @property

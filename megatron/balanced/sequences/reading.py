@@ -14,7 +14,7 @@ import torch
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
 
-from balancing.sequences.load import area_of_first
+from balancing.sequences.sequence_plan import area_of_first
 
 __all__ = ["document_lengths", "read_tokens", "sample_areas", "sample_costs"]
 
