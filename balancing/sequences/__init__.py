@@ -16,7 +16,6 @@ Glossary
     exchange             how keys and values reach the queries that see them: "local", "ring" or "gather" (all-gather).
     chunk                the unit in which the planner "chunks" cuts a document.
     zone                 Zeppelin's word: a document stays on one rank, on the ranks of one node, or is cut over nodes.
-    window               how many keys before itself a token sees, in layers of sliding-window attention.
     micro-batch          documents that pass through the pipeline together; to deal is to choose them for each.
 
 How a plan is carried out, with words of its own, is in `balancing.sequences.engine`; `reference.py` is all of it in

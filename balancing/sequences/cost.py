@@ -13,11 +13,10 @@ Times are of forward and backward of one micro-batch, without activation recompu
   their gradients back; on a ring inside a node the gradients are float32 sums. Gathered keys enter a node once and are
   copied inside it; their gradients leave it once. Link times are those of `traffic`.
 - Remapping of tokens overlaps with nothing.
-- Multi-latent attention sends a token's latent in place of its keys and values, except in layers with a sliding window.
-  Every rank that receives a latent projects it, in forward and again in backward. The gradients of the projection cost
-  twice a projection.
-- Layers with a sliding window follow a plan of their own (`window`). Tiles outside of the window are neither computed
-  nor sent.
+- Multi-latent attention sends a token's latent in place of its keys and values, in layers that see all tokens. Every
+  rank that receives a latent projects it, in forward and again in backward. The gradients of the projection cost twice
+  a projection.
+- Each kind of layers follows a plan of its own (`layer_kinds`). Tiles that no query sees are neither computed nor sent.
 - Every kernel costs the device a launch, every round of keys costs the latency of a message, and the host needs time to
   start each operation of a layer (`rounds`; `Cluster.launch_seconds`, `message_seconds`, `host_seconds`; with measured
   rates, operations and messages of attention cost the host `Rates.operation_seconds` and `post_seconds`). If the host
@@ -32,9 +31,8 @@ import numpy as np
 
 from balancing.cluster import Cluster
 from balancing.sequences.rounds import Asked, TurnTokens, plan_rounds, turn_tokens, what_is_asked
-from balancing.sequences.sequence_plan import TILE, AttentionShape, SequencePlan, causal_area, token_counts
+from balancing.sequences.sequence_plan import TILE, AttentionShape, SequencePlan, layer_kinds, token_counts
 from balancing.sequences.traffic import LinkTokens, link_tokens_seconds, plan_links, remap_traffic, traffic_seconds
-from balancing.sequences.window import in_window
 
 __all__ = [
     "TILE",
@@ -91,8 +89,8 @@ class StepCost:
     remap: transfers between the two layouts.
     launch: launches of the kernels of attention, on the device.
     host: time of the host to start all operations of all layers.
-    launches: number of launches of attention in one layer, forward: calls, merges, copies and conversions. Of layers
-        with and without a window, the kind with more.
+    launches: number of launches of attention in one layer, forward: calls, merges, copies and conversions. Of the kinds
+        of layers the one with more.
     """
 
     attention: float
@@ -138,10 +136,8 @@ def step_cost(
     """
     if not remapped:
         plan = replace(plan, linear=plan.attention)
-    kinds = [(plan, shape.layers - shape.windowed_layers)]
-    if shape.window is not None:
-        kinds.append((in_window(plan, shape.window), shape.windowed_layers))
-    parts = [_layers_cost(one, layers, cluster, shape, routed, gradient_width) for one, layers in kinds if layers]
+    kinds = layer_kinds(plan, shape)
+    parts = [_layers_cost(own, layers, cluster, shape, routed, gradient_width) for own, layers in kinds if layers]
     sums = {name: sum(getattr(part, name) for part in parts) for name in _SUMS}
     linear = linear_seconds(int(plan.linear_tokens.max(initial=0)), cluster, shape)
     return StepCost(**sums, linear=linear, launches=max(part.launches for part in parts))
@@ -163,11 +159,11 @@ def _layers_cost(
     routed: bool | None,
     gradient_width: float | None,
 ) -> StepCost:
-    """The cost of attention in `layers` layers of one kind (with or without a window).
+    """The cost of attention in `layers` layers of one kind.
 
     The host's seconds include those of the layers' other modules. The other parameters are as in `step_cost`.
     """
-    latents = shape.latent is not None and plan.window is None
+    latents = shape.latent is not None and plan.sees_all
     moved = plan_links(plan, cluster, in_step=True)
     each = token_bytes(shape) if latents else kv_bytes(shape)
     forward, backward = kv_seconds(moved, plan.exchange, each, cluster, routed, gradient_width)
@@ -262,10 +258,8 @@ def attention_work(plan: SequencePlan, rounds: np.ndarray) -> AttentionWork:
     again = (members[whole] - 1) * on_ring
     queries += np.bincount(holder, again * _RING_ROWS * -(-tokens // TILE) * TILE, plan.ranks)
     pieces += np.bincount(holder, again, plan.ranks)
-    sees = start if plan.window is None else np.minimum(start, plan.window)
-    rows = -(-(stop - start) // TILE) * TILE
-    if plan.window is not None:  # only the first queries of a run reach keys before it
-        rows = np.minimum(rows, -(-plan.window // TILE) * TILE)
+    sees, reaching = plan.before_shards()
+    rows = -(-reaching // TILE) * TILE
     turns = np.where(how[sequence] == "gather", np.minimum(rounds[rank], -(-sees // TILE)), 0)
     queries += np.bincount(rank, turns * rows, plan.ranks)
     pieces += np.bincount(rank, turns, plan.ranks)
@@ -344,16 +338,13 @@ def limit_seconds(lengths: Sequence[int], cluster: Cluster, shape: AttentionShap
     if cluster.rates is not None:
         attention = float(whole_seconds(lengths, cluster, shape).sum())
         return (attention + linear_seconds(sum(lengths), cluster, shape)) / cluster.world_size
-    pairs: float = causal_area(lengths)
-    if shape.window is not None:
-        pairs += (causal_area(lengths, shape.window) - pairs) * shape.windowed_layers / shape.layers
-    attention = attention_seconds(pairs, cluster, shape)
+    attention = attention_seconds(shape.mean_area(lengths), cluster, shape)
     return (attention + linear_seconds(sum(lengths), cluster, shape)) / cluster.world_size
 
 
 def whole_seconds(lengths: Sequence[int] | np.ndarray, cluster: Cluster, shape: AttentionShape) -> np.ndarray:
     """float64 [document], seconds of one rank to compute attention of uncut documents in all layers, forward and
-    backward, in whole tiles; in layers with a sliding window only tiles inside the window count."""
+    backward, in whole tiles that a query sees."""
     work = whole_work(lengths, shape)
     if cluster.rates is None:
         return np.asarray(work.pairs * attention_seconds(1.0, cluster, shape))
@@ -364,11 +355,7 @@ def whole_work(lengths: Sequence[int] | np.ndarray, shape: AttentionShape) -> At
     """The work of uncut documents in the mean layer, float64 [document]."""
     tokens = token_counts(lengths)
     rows = -(-tokens // TILE)
-    pairs = rows * (rows + 1) // 2 * float(TILE**2)
-    if shape.window is not None:
-        beyond = np.maximum(rows - -(-shape.window // TILE), 0)  # rows of tiles that do not see the first ones
-        hidden = beyond * (beyond - 1) // 2 * float(TILE**2)
-        pairs = pairs - hidden * (shape.windowed_layers / shape.layers)
+    pairs = rows * (rows + 1) // 2 * float(TILE**2) - shape.unseen_pairs(rows)
     return AttentionWork(pairs, rows * float(TILE), np.ones(len(tokens)))
 
 
@@ -409,7 +396,7 @@ def latent_bytes(shape: AttentionShape) -> int:
 
 
 def token_bytes(shape: AttentionShape) -> int:
-    """Bytes that are sent of one token in one layer without a window: its latent, if it has one, or keys and values."""
+    """Bytes that are sent of a token in layers that see all tokens: its latent if it has one, else keys and values."""
     return kv_bytes(shape) if shape.latent is None else latent_bytes(shape)
 
 
@@ -442,10 +429,7 @@ def tile_area(plan: SequencePlan) -> np.ndarray:
     rows = -(-(stop - start) // TILE)
     # Rows of tiles end at start + 128, start + 256, ..., stop, and reach back to key 0.
     tiles = (rows - 1) * -(-start // TILE) + rows * (rows - 1) // 2 + -(-stop // TILE)
-    if plan.window is not None:  # subtract the tiles before the window of a row's first query
-        before = (start - plan.window) // TILE
-        out = np.maximum(rows - np.maximum(-before, 0), 0)  # rows with such tiles
-        tiles -= out * np.maximum(before, 0) + out * (out - 1) // 2
+    tiles -= plan.unseen_tiles(rows)
     members = np.array([len(plan.ring(number)) for number in range(len(plan.lengths))])
     whole, half = (np.ceil(np.array(plan.lengths) / members / part / TILE) for part in (1, 2))
     on_zigzag = members * (whole * (whole + 1) / 2 + (members - 1) * whole * half)

@@ -30,7 +30,16 @@ from balancing.sequences.sequence_plan import (
     token_counts,
 )
 
-__all__ = ["DEFAULT_CHUNK", "METHODS", "Method", "PlanCache", "Planned", "plan_attention", "plan_sequences"]
+__all__ = [
+    "DEFAULT_CHUNK",
+    "METHODS",
+    "Method",
+    "PlanCache",
+    "Planned",
+    "plan_attention",
+    "plan_sequences",
+    "zone_shares",
+]
 
 Method = Literal["chunks", "zones", "ring", "gather"]
 METHODS: tuple[str, ...] = get_args(Method)
@@ -66,7 +75,7 @@ def plan_sequences(
 
     Methods:
     - "chunks": one layout for attention and linear layers, balanced in tokens and in area. The area is that of layers
-      without a sliding window. With measured rates (`Cluster.rates`) time is balanced in place of
+      that see all tokens. With measured rates (`Cluster.rates`) time is balanced in place of
       area. Keys and values of a cut sequence are gathered, once a node.
     - "zones": Zeppelin's. Attention is balanced in area, and tokens are remapped for linear layers. Without a capacity
       a rank holds at most 1.5 times the mean in attention. If sequences do not pack into the capacity, every sequence
@@ -158,6 +167,21 @@ class PlanCache:
             return Planned(*self._known[key], (time.perf_counter() - begin) * 1e3)
         self._known.move_to_end(key)
         return Planned(*self._known[key], 0.0)
+
+
+def zone_shares(plans: Sequence[SequencePlan], cluster: Cluster) -> dict[str, float]:
+    """Shares, from 0 to 1, of all tokens by where their sequence lies.
+
+    Keys: "local_share" (one rank), "intra_node_share" (ranks of one node), "inter_node_share" (several nodes).
+    """
+    tokens = dict.fromkeys(("local", "intra_node", "inter_node"), 0)
+    for plan in plans:
+        for sequence, length in enumerate(plan.lengths):
+            ranks = plan.ring(sequence)
+            nodes = {cluster.node(rank) for rank in ranks}
+            tokens["inter_node" if len(nodes) > 1 else "intra_node" if len(ranks) > 1 else "local"] += length
+    total = max(sum(tokens.values()), 1)
+    return {f"{zone}_share": number / total for zone, number in tokens.items()}
 
 
 def _plan(

@@ -18,9 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from balancing.cluster import Cluster
-from balancing.sequences.sequence_plan import SequencePlan
+from balancing.sequences.sequence_plan import SequencePlan, reaches
 from balancing.sequences.traffic import LinkTokens
-from balancing.sequences.window import reaches
 
 __all__ = [
     "MOST_TURNS",
@@ -100,7 +99,7 @@ def plan_rounds(
     turn_tokens: least tokens of a turn.
     copies: whether keys of other nodes are copied inside a node, one round after their arrival.
     """
-    if plan.window is not None:
+    if not plan.sees_all:
         return np.zeros(plan.ranks, dtype=np.int64), _reaching(plan, cluster, copies)
     sequence, start, _, rank = plan.table[np.lexsort((plan.table[:, 1], plan.table[:, 0]))].T
     node = rank // cluster.ranks_per_node
@@ -140,7 +139,7 @@ def plan_rounds(
 
 
 def _reaching(plan: SequencePlan, cluster: Cluster, copies: bool) -> np.ndarray:
-    """int64 [rank], turns that bring the rank the keys in its windows: one from its node, one from other nodes."""
+    """int64 [rank], turns that bring the rank the keys that it reaches: one from its node, one from other nodes."""
     found = reaches(plan)
     far = {
         reach[:4:3] for reach in found if any(not cluster.same_node(shard.rank, reach.rank) for shard in reach.holders)
@@ -167,7 +166,7 @@ def what_is_asked(plan: SequencePlan, cluster: Cluster, moved: LinkTokens, turn_
         calls + of_pass + of_ring * rings + of_turn * turns
         for of_pass, of_ring, of_turn in zip(_PASS, _RING, _TURN, strict=True)
     ]
-    if plan.window is None:
+    if plan.sees_all:
         launches[0] += rounds  # merges
     total = launches[0] + launches[1] + sum(_MESSAGES) * messages
     most = int(total.argmax())

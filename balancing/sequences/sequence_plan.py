@@ -9,15 +9,13 @@ they differ, tokens are remapped in between.
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
-
-from balancing.cluster import Cluster
 
 __all__ = [
     "MOST_TOKENS",
@@ -26,6 +24,7 @@ __all__ = [
     "KVExchange",
     "LatentShape",
     "Range",
+    "Reach",
     "SequencePlan",
     "Shard",
     "area_between",
@@ -33,13 +32,16 @@ __all__ = [
     "by_sequence",
     "causal_area",
     "columns",
+    "in_window",
     "join_adjacent",
+    "keys_before_runs",
+    "layer_kinds",
+    "reaches",
     "runs_of",
     "same_exchange",
     "token_counts",
     "zigzag_area",
     "zigzag_areas",
-    "zone_shares",
 ]
 
 KVExchange = Literal["local", "ring", "gather"]
@@ -128,6 +130,20 @@ class AttentionShape:
                 f"windowed_layers={self.windowed_layers} of layers={self.layers} does not go with window={self.window}"
             )
 
+    def mean_area(self, lengths: Sequence[int]) -> float:
+        """Query-key pairs of documents of `lengths` tokens in the mean layer."""
+        pairs: float = causal_area(lengths)
+        if self.window is not None:
+            pairs += (causal_area(lengths, self.window) - pairs) * self.windowed_layers / self.layers
+        return pairs
+
+    def unseen_pairs(self, rows: np.ndarray) -> np.ndarray | float:
+        """Query-key pairs under the causal mask, in whole tiles, that the mean layer does not compute of uncut
+        documents. rows: [document], rows of tiles."""
+        if self.window is None:
+            return 0.0
+        return unseen_tiles(0, rows, self.window) * float(TILE**2) * (self.windowed_layers / self.layers)
+
 
 @dataclass(frozen=True)
 class SequencePlan:
@@ -176,6 +192,30 @@ class SequencePlan:
         if self.capacity is not None and len(self.tokens) and int(self.tokens.max()) > self.capacity:
             rank = int(self.tokens.argmax())
             raise ValueError(f"rank {rank} holds {self.tokens[rank]} tokens, over its capacity of {self.capacity}")
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether each query sees all tokens before it: there is no sliding window."""
+        return self.window is None
+
+    def first_seen(self, token: int) -> int:
+        """The first token of a sequence that `token` sees."""
+        return 0 if self.window is None else max(0, token - self.window)
+
+    def end_of_reach(self, start: int, stop: int) -> int:
+        """The end of those of tokens [start, stop) that see tokens before `start`."""
+        return stop if self.window is None else min(stop, start + self.window)
+
+    def before_shards(self) -> tuple[np.ndarray, np.ndarray]:
+        """int64 [shard]: tokens before the shard that its queries see, and queries that see any of them."""
+        _, start, stop, _ = self.table.T
+        if self.window is None:
+            return start, stop - start
+        return np.minimum(start, self.window), np.minimum(stop - start, self.window)
+
+    def unseen_tiles(self, rows: np.ndarray) -> np.ndarray | int:
+        """Tiles that no query of a shard sees, of those under the causal mask. rows: [shard], rows of tiles."""
+        return 0 if self.window is None else unseen_tiles(self.table[:, 1], rows, self.window)
 
     @property
     def remapped(self) -> bool:
@@ -304,19 +344,92 @@ def _check_layout(name: str, table: np.ndarray, lengths: Sequence[int], ranks: i
         raise ValueError(f"the {name} layout holds {found[at]} of the {lengths[at]} tokens of sequence {at}")
 
 
-def zone_shares(plans: Sequence[SequencePlan], cluster: Cluster) -> dict[str, float]:
-    """Shares, from 0 to 1, of all tokens by where their sequence lies.
+# Layers with a sliding window.
 
-    Keys: "local_share" (one rank), "intra_node_share" (ranks of one node), "inter_node_share" (several nodes).
+
+def layer_kinds(plan: SequencePlan, shape: AttentionShape) -> list[tuple[SequencePlan, int]]:
+    """The plans of a batch for each kind of layers, with the number of layers: first those that see all tokens, then
+    those with a sliding window, if the model has any. plan: of layers that see all tokens."""
+    kinds = [(plan, shape.layers - shape.windowed_layers)]
+    if shape.window is not None:
+        kinds.append((in_window(plan, shape.window), shape.windowed_layers))
+    return kinds
+
+
+def in_window(plan: SequencePlan, window: int) -> SequencePlan:
+    """The plan of the same batch for layers with a sliding window; `plan` itself if no sequence exceeds the window.
+
+    With a window of w a token sees itself and the w tokens before it in its sequence, as with Megatron-LM's
+    `--window-size w,0` and flash attention's `window_size_left`.
+
+    With a window, attention costs about the same for each token, so these layers use the linear layout, with equal
+    tokens on each rank. Nothing is remapped. A rank receives the keys in the windows of its first queries.
     """
-    tokens = dict.fromkeys(("local", "intra_node", "inter_node"), 0)
-    for plan in plans:
-        for sequence, length in enumerate(plan.lengths):
-            ranks = plan.ring(sequence)
-            nodes = {cluster.node(rank) for rank in ranks}
-            tokens["inter_node" if len(nodes) > 1 else "intra_node" if len(ranks) > 1 else "local"] += length
-    total = max(sum(tokens.values()), 1)
-    return {f"{zone}_share": number / total for zone, number in tokens.items()}
+    if max(plan.lengths) <= window + 1:
+        return plan
+    exchange = same_exchange(plan.linear, plan.lengths, "gather")
+    return replace(plan, attention=plan.linear, exchange=exchange, capacity=None, window=window)
+
+
+def unseen_tiles(start: Any, rows: Any, window: int) -> Any:
+    """Tiles before the windows of `rows` rows of tiles, which begin at token `start` of a sequence."""
+    before = (start - window) // TILE
+    out = np.maximum(rows - np.maximum(-before, 0), 0)  # rows with such tiles
+    return out * np.maximum(before, 0) + out * (out - 1) // 2
+
+
+class Reach(NamedTuple):
+    """Tokens [begin, stop) of `sequence` that later queries of `rank` see.
+
+    Some of the tokens may be the rank's own. holders: shards of other ranks that hold the other tokens.
+    """
+
+    sequence: int
+    begin: int
+    stop: int
+    rank: int
+    holders: tuple[Shard, ...]
+
+
+def reaches(plan: SequencePlan) -> list[Reach]:
+    """The tokens that ranks need from other ranks in a plan with a sliding window, by sequence and position.
+
+    No token occurs twice for the same rank.
+    """
+    assert plan.window is not None
+    spread = {number for number in range(len(plan.lengths)) if len(plan.ring(number)) > 1}
+    found = []
+    for sequence, shards in by_sequence(shard for shard in plan.attention if shard.sequence in spread).items():
+        for begin, stop, rank in sorted(_reach_of_ranks(shards, plan.window)):
+            holders = tuple(s for s in shards if s.start < stop and s.stop > begin and s.rank != rank)
+            found.append(Reach(sequence, begin, stop, rank, holders))
+    return found
+
+
+def keys_before_runs(runs: Sequence[tuple[int, int]], window: int) -> Iterator[tuple[int, int]]:
+    """Tokens [begin, stop) before runs of adjacent tokens that the runs' queries see; overlapping ranges are merged.
+
+    runs: [start, stop) of one sequence on one rank, sorted.
+    """
+    last: tuple[int, int] | None = None
+    for start, _ in runs:
+        begin = max(0, start - window)
+        if begin == start:
+            continue
+        if last is not None and begin <= last[1]:
+            last = last[0], start
+            continue
+        if last is not None:
+            yield last
+        last = begin, start
+    if last is not None:
+        yield last
+
+
+def _reach_of_ranks(shards: Sequence[Shard], window: int) -> Iterator[tuple[int, int, int]]:
+    for rank in sorted({shard.rank for shard in shards}):
+        runs = runs_of(shard for shard in shards if shard.rank == rank)
+        yield from ((begin, stop, rank) for begin, stop in keys_before_runs(runs, window))
 
 
 # Tokens and areas of documents.

@@ -11,8 +11,7 @@ import numpy as np
 
 from balancing.cluster import Cluster
 from balancing.cluster.links import link_seconds, routed_link_seconds
-from balancing.sequences.sequence_plan import TILE, SequencePlan, columns
-from balancing.sequences.window import reaches
+from balancing.sequences.sequence_plan import TILE, SequencePlan, columns, reaches
 
 __all__ = [
     "LinkTokens",
@@ -71,8 +70,8 @@ def kv_traffic(plan: SequencePlan) -> TokenTraffic:
     """Tokens whose keys and values a rank receives in one layer, forward.
 
     On a ring each rank passes to the next rank all tokens that the next rank does not hold. Gathering brings a rank
-    every token that its last query sees, or with a window every token that any of its queries sees, from the rank that
-    holds the token. Copies inside nodes are not counted here but in `plan_links`.
+    every token that any of its queries sees, from the rank that holds the token. Copies inside nodes are not counted
+    here but in `plan_links`.
     """
     on_rings, gathered = _plan_traffic(plan, in_step=False)
     return TokenTraffic(*(np.concatenate(parts) for parts in zip(on_rings, gathered.traffic, strict=True)))
@@ -90,7 +89,7 @@ def plan_links(plan: SequencePlan, cluster: Cluster, *, in_step: bool = False) -
         raise ValueError(
             f"a plan of {plan.ranks} ranks is not for a cluster of {cluster.world_size} ranks; plan for this cluster"
         )
-    return _links(*_plan_traffic(plan, in_step=in_step), cluster, level=plan.window is None)
+    return _links(*_plan_traffic(plan, in_step=in_step), cluster, level=plan.sees_all)
 
 
 class _Gathered(NamedTuple):
@@ -102,7 +101,7 @@ class _Gathered(NamedTuple):
 
 def _plan_traffic(plan: SequencePlan, *, in_step: bool) -> tuple[TokenTraffic, _Gathered]:
     """Tokens on rings, and gathered tokens."""
-    if plan.window is None:
+    if plan.sees_all:
         how = np.array(plan.exchange)[plan.table[:, 0]]
         on_rings = _on_rings(plan.table[how == "ring"], plan.lengths, in_step)
         return on_rings, _gathered(plan.table[how == "gather"], plan.lengths)

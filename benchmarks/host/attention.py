@@ -24,8 +24,7 @@ from balancing.sequences import (
 from balancing.sequences.engine import merging
 from balancing.sequences.engine.compiler import RankProgram
 from balancing.sequences.engine.program import TokenBytes, Wait
-from balancing.sequences.sequence_plan import LatentShape
-from balancing.sequences.window import in_window
+from balancing.sequences.sequence_plan import LatentShape, in_window
 from benchmarks.host.counting import Counted, Measured, fake_ranks, measure
 
 __all__ = ["CASES", "Case", "Kernel", "busiest", "kernels_that_return", "measure_attention", "packed_documents"]

@@ -41,7 +41,7 @@ def _asked_scales() -> list[float]:
 
     of_layers: Any = attention
     planned = PlannedSequences(
-        attention=BatchAttention(of_layers, None, 5), positions=DocumentPositions(torch.arange(6), 6)
+        attention=BatchAttention((of_layers,), 5), positions=DocumentPositions(torch.arange(6), 6)
     )
     parts = [torch.zeros(6, 1, 4, 8) for _ in range(3)]
     for scale in (None, 0.3):

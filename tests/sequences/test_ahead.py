@@ -9,8 +9,8 @@ from balancing.cluster import Cluster
 from balancing.sequences import AttentionShape, Shard, causal_area, plan_sequences
 from balancing.sequences.engine.compiler import compile_rank
 from balancing.sequences.engine.program import TokenBytes
-from balancing.sequences.plan import PlanCache
-from balancing.sequences.sequence_plan import SequencePlan, zigzag_area, zigzag_areas, zone_shares
+from balancing.sequences.plan import PlanCache, zone_shares
+from balancing.sequences.sequence_plan import SequencePlan, zigzag_area, zigzag_areas
 
 CLUSTER = Cluster.preset("h200-8x400g").relabel(nodes=2, ranks_per_node=2)
 SHAPE = AttentionShape(hidden=64, heads=4, kv_heads=2, layers=2, ffn_hidden=128)

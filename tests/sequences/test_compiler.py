@@ -29,9 +29,8 @@ from balancing.sequences.engine.program import (
 from balancing.sequences.engine.routing import internode_traffic, route, routes
 from balancing.sequences.planners.linear_layout import linear_layout, token_targets
 from balancing.sequences.rounds import MOST_TURNS, TurnTokens
-from balancing.sequences.sequence_plan import SequencePlan, Shard
+from balancing.sequences.sequence_plan import SequencePlan, Shard, in_window
 from balancing.sequences.traffic import TokenTraffic, kv_traffic
-from balancing.sequences.window import in_window
 from tests.support.sequence_plans import nodes_of, random_plan, zigzag_plan
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=6)

@@ -374,8 +374,7 @@ def _check_lengths(folder: Path) -> dict[str, int]:
     """Dataset -> samples compared."""
     import torch
 
-    from megatron.balanced.sequences.dataset import _lengths
-    from megatron.balanced.sequences.reading import document_lengths, read_tokens, sample_areas
+    from megatron.balanced.sequences.dataset import _lengths, document_lengths, read_tokens, sample_areas
 
     random, compared = np.random.default_rng(0), {}
     for kind, dataset in _datasets(folder).items():
@@ -407,8 +406,9 @@ def _read(folder: Path, method: str) -> tuple[list[int], list[int], int, int]:
     from balancing.cluster import Cluster
     from balancing.sequences import AttentionShape, plan_sequences
     from balancing.sequences.plan import PlanCache
-    from megatron.balanced.sequences.dataset import PlannedDataset, Rows, row_origins
+    from megatron.balanced.sequences.dataset import PlannedDataset, Rows
     from megatron.balanced.sequences.domain import Domain
+    from megatron.balanced.sequences.moved_tokens import row_origins
 
     dataset = _datasets(folder)["documents"]
     cluster = Cluster.preset("h200-8x400g").relabel(nodes=1, ranks_per_node=4)

@@ -114,7 +114,7 @@ def _settled(argv: list[str], prefix: str) -> tuple[str, str, list[tuple[int, ..
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron.core.datasets.gpt_dataset import GPTDataset
 
-    from megatron.balanced.sequences.reading import document_lengths
+    from megatron.balanced.sequences.dataset import document_lengths
     from megatron.balanced.trainer.auto_domain import sample_lengths
     from megatron.balanced.trainer.data import _dataset_config
 

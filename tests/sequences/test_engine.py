@@ -9,8 +9,7 @@ import pytest
 from balancing.cluster import Cluster
 from balancing.sequences import TokenBytes, compile_rank, linear_layout
 from balancing.sequences.reference import attention
-from balancing.sequences.sequence_plan import SequencePlan, Shard
-from balancing.sequences.window import in_window
+from balancing.sequences.sequence_plan import SequencePlan, Shard, in_window
 from tests.support.pool import Pool
 from tests.support.sequence_plans import nodes_of, random_plan, zigzag_plan
 

@@ -15,7 +15,7 @@ from balancing.sequences.engine.kernel_choice import KernelError, KernelsInTurn,
 from balancing.sequences.engine.kernel_trial import AttentionHeads
 from balancing.sequences.engine.kernels import PRODUCTS, OfOneSize, Pieces
 from balancing.sequences.plan import METHODS
-from balancing.sequences.window import in_window
+from balancing.sequences.sequence_plan import in_window
 from tests.sequences.test_kernels import PIECES, _alone, _inputs
 
 CPU = torch.device("cpu")

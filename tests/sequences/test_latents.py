@@ -10,8 +10,7 @@ import pytest
 
 from balancing.cluster import Cluster
 from balancing.sequences import AttentionShape, compile_rank, plan_sequences, step_cost
-from balancing.sequences.sequence_plan import LatentShape, SequencePlan
-from balancing.sequences.window import in_window
+from balancing.sequences.sequence_plan import LatentShape, SequencePlan, in_window
 from tests.sequences.test_engine import SCALE, SIZE, Case, _cases, _token_bytes, _tokens
 from tests.sequences.test_packed_documents import PP, SP, Packed
 from tests.sequences.test_training import BALANCED, CP, LATENT, LOSS, SHORT

@@ -247,7 +247,7 @@ def test_cheap_micro_batches_run_first_and_last():
 def test_a_documents_seconds_are_those_of_its_plan(shape):
     """Attention in tiles of both kinds of layers, and linear layers, as `step_cost` counts them on one rank."""
     from balancing.sequences.cost import attention_seconds, linear_seconds
-    from balancing.sequences.window import in_window
+    from balancing.sequences.sequence_plan import in_window
 
     for length in (1, 127, 128, 129, 1152, 1153, 5000):
         plan = plan_sequences([length], ranks(1), shape=shape)

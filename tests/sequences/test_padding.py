@@ -110,7 +110,8 @@ def test_a_document_of_nan_stays_in_its_document(pool):
 def _rank_without_tokens() -> list[tuple[str, list[int]]]:
     from balancing.cluster import Cluster
     from balancing.sequences import AttentionShape, plan_sequences
-    from megatron.balanced.sequences.dataset import _packed_tokens, positions, row_origins
+    from megatron.balanced.sequences.dataset import _packed_tokens
+    from megatron.balanced.sequences.moved_tokens import positions, row_origins
 
     cluster = Cluster.preset("h200-8x400g").relabel(1, 4)
     plan = plan_sequences([1, 2], cluster, shape=AttentionShape(32, 4, 4, 2, 64))

@@ -29,8 +29,8 @@ from balancing.sequences.engine.program import Compute, Wait
 from balancing.sequences.planners.chunks import _evened
 from balancing.sequences.planners.dealing import joined, piece_area
 from balancing.sequences.rounds import SMALLEST_TURNS, number_of_turns, plan_rounds, turn_tokens, what_is_asked
+from balancing.sequences.sequence_plan import in_window
 from balancing.sequences.traffic import TokenTraffic, plan_links, traffic_seconds
-from balancing.sequences.window import in_window
 from benchmarks.baselines import sequences as baselines
 from benchmarks.sequences.bound import least_crossing
 from benchmarks.sequences.lengths import DISTRIBUTIONS, draw_batch, draw_lengths

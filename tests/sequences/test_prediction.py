@@ -196,9 +196,8 @@ def _shifted(folder: Path, kind: str) -> int:
     from balancing.cluster import Cluster
     from balancing.sequences import AttentionShape, plan_sequences
     from balancing.sequences.plan import PlanCache
-    from megatron.balanced.sequences.dataset import PlannedDataset, Rows
+    from megatron.balanced.sequences.dataset import PlannedDataset, Rows, document_lengths
     from megatron.balanced.sequences.domain import Domain
-    from megatron.balanced.sequences.reading import document_lengths
 
     names, dataset = ("tokens", "labels", "loss_mask", "position_ids"), _datasets(folder)[kind]
     cluster = Cluster.preset("h200-8x400g").relabel(nodes=1, ranks_per_node=4)

@@ -330,8 +330,9 @@ def _share(fixed: bool) -> None:
     from balancing.sequences import AttentionShape
     from balancing.sequences.engine.compiler import compile_rank
     from balancing.sequences.plan import PlanCache, plan_sequences
-    from megatron.balanced.sequences.dataset import PlannedDataset, Rows, positions
+    from megatron.balanced.sequences.dataset import PlannedDataset, Rows
     from megatron.balanced.sequences.domain import Domain
+    from megatron.balanced.sequences.moved_tokens import positions
 
     cluster = Cluster.preset("h200-8x400g").relabel(nodes=1, ranks_per_node=3)
     make = partial(plan_sequences, cluster=cluster, shape=AttentionShape(32, 4, 4, 2, 64), method="zones", chunk=2)

@@ -44,7 +44,7 @@ __all__ = ["AttentionCall", "SequenceAttention", "prepare_exchanges"]
 
 
 class SequenceAttention:
-    """Causal attention within each sequence of a plan, forward and backward, in the plan's window if it has one.
+    """Attention within each sequence of a plan, with the plan's mask, forward and backward.
 
     All layers of a step that follow this plan may share one object.
 
@@ -137,8 +137,7 @@ class SequenceAttention:
         return _Attention.apply(q, k, v, sink, latent, projection, call)
 
     def _choose(self, q: torch.Tensor, v: torch.Tensor) -> Kernel:
-        windowed = self.plan.window is not None
-        heads = AttentionHeads(q.dtype, q.shape[1], v.shape[1], q.shape[2], v.shape[2], windowed)
+        heads = AttentionHeads(q.dtype, q.shape[1], v.shape[1], q.shape[2], v.shape[2], not self.plan.sees_all)
         return choose_kernel(q.device, heads, process_group=self._process_group).kernel
 
     def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None) -> None:

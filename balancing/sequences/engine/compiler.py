@@ -16,8 +16,8 @@ training a data loader's worker compiles ahead of the step, and all layers of th
 - Keys that come in one turn, and are fewer than the tokens of a turn, are waited for. All queries of their sequences
   are computed once, with all of their keys, and nothing is merged. A rank without other gathered keys and without rings
   computes everything in one call then.
-- With a window, a rank receives the keys that the first queries of its runs see. If they are not few, only these
-  queries wait for them; all other queries see own keys only.
+- If queries see only near keys, a rank receives those that the first queries of its runs see. If they are not few, only
+  these queries wait for them; all other queries see own keys only.
 
 Gradients are summed in the same order in every run: along the ring, or by the rank that returns them.
 
@@ -46,6 +46,7 @@ from balancing.sequences.engine.program import (
     Task,
     TokenBytes,
     TransferGroup,
+    causal_task,
     in_calls,
     layout_change,
 )
@@ -213,7 +214,7 @@ class _Builder:
         waiting = self._waiting(transfers)
         for sequence in self.shards:
             parts, ring = self.parts[sequence, self.rank], self.plan.ring(sequence)
-            if sequence in waiting or self.plan.window is not None:
+            if sequence in waiting or not self.plan.sees_all:
                 self._own_alone(sequence, sequence in waiting, len(ring) == 1)
                 continue
             rows = self.row[parts[0][:2]], self.row[parts[-1][:2]] + parts[-1].tokens
@@ -250,15 +251,15 @@ class _Builder:
 
     def _own_alone(self, sequence: int, waits: bool, local: bool) -> None:
         """Add tasks of own queries that see own keys only: in a run at the start of the sequence all, in other runs
-        those after the first `window`. waits: whether these other runs wait as a whole."""
+        those that see no key before the run. waits: whether these other runs wait as a whole."""
         for start, stop in runs_of(self.parts[sequence, self.rank]):
             first = start
             if start:
-                first = stop if waits or self.plan.window is None else start + self.plan.window
+                first = stop if waits else self.plan.end_of_reach(start, stop)
             if first < stop:
                 rows = self._own_rows(sequence, start, stop)
                 queries = rows[0] + first - start, rows[1]
-                self.own_tasks.append(Task(queries, rows, causal=True, window=self.plan.window))
+                self.own_tasks.append(causal_task(self.plan, queries, rows))
                 self.local.append(local)
 
     def _own_rows(self, sequence: int, start: int, stop: int) -> Rows:
@@ -314,7 +315,7 @@ class _Builder:
         for transfer_group in sorted(together):
             for sequence, coming in together[transfer_group].items():
                 arriving = [(one.begin, self._rows_of(one)) for one in coming]  # by position
-                if sequence in waiting or self.plan.window is not None:
+                if sequence in waiting or not self.plan.sees_all:
                     self.gathered[transfer_group] += self._edges(sequence, arriving, sequence in waiting)
                 else:
                     self._meet(self.gathered[transfer_group], sequence, arriving)
@@ -352,17 +353,17 @@ class _Builder:
                 _join(tasks, Task(queries, seen[-1], causal=False, merges=True, before=tuple(seen[:-1])))
 
     def _edges(self, sequence: int, arriving: list[tuple[int, Rows]], waits: bool) -> Iterable[Task]:
-        """Tasks of own runs that see arriving keys, with all of their keys. With a window, of their first queries if
-        they do not wait as a whole. arriving: as in `_meet`."""
-        runs, window = runs_of(self.parts[sequence, self.rank]), self.plan.window
+        """Tasks of own runs that see arriving keys, with all of their keys: of the queries that see these, or if the
+        sequence waits of the whole run. arriving: as in `_meet`."""
+        runs = runs_of(self.parts[sequence, self.rank])
         came = [(token, token + stop - start, start) for token, (start, stop) in arriving]
         own_keys = [(start, stop, self._own_rows(sequence, start, stop)[0]) for start, stop in runs]
         for start, stop in runs:
             if not start:
                 continue
-            begin = 0 if window is None else max(0, start - window)
-            if window is not None and not waits:
-                stop = min(stop, start + window)
+            begin = self.plan.first_seen(start)
+            if not waits:
+                stop = self.plan.end_of_reach(start, stop)
             keys = [
                 (row + max(begin, first) - first, row + min(stop, last) - first)
                 for first, last, row in sorted(came + own_keys)
@@ -370,7 +371,7 @@ class _Builder:
             ]
             *before, last_keys = join_adjacent(keys)
             queries = self._own_rows(sequence, start, stop)
-            yield Task(queries, last_keys, causal=True, before=tuple(before), window=window)
+            yield causal_task(self.plan, queries, last_keys, tuple(before))
 
     # Rings.
 

@@ -19,10 +19,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from balancing.sequences.cost import TILE
 from balancing.sequences.rounds import SMALLEST_TURNS, TurnTokens, number_of_turns
-from balancing.sequences.sequence_plan import Range, SequencePlan, Shard, by_sequence, runs_of
-from balancing.sequences.window import reaches
+from balancing.sequences.sequence_plan import TILE, Range, SequencePlan, Shard, by_sequence, reaches, runs_of
 
 __all__ = ["Gathering", "Transfer", "gathering"]
 
@@ -79,11 +77,11 @@ def gathering(plan: SequencePlan, node: Sequence[int], turn_tokens: TurnTokens =
     """The transfers that bring all ranks the keys that they need.
 
     node: node of each rank, ascending.
-    turn_tokens: least tokens of a turn. With a window all keys arrive in one turn, since they are few.
+    turn_tokens: least tokens of a turn. If queries see only near keys, these are few, and arrive in one turn.
     """
-    pieces = _in_windows(plan, node) if plan.window is not None else _in_turns(plan, node, turn_tokens)
+    pieces = _in_turns(plan, node, turn_tokens) if plan.sees_all else _in_reach(plan, node)
     near = [piece for piece in pieces if node[piece.holder] == piece.node]
-    entering = list(_entering(pieces, node, level=plan.window is None))
+    entering = list(_entering(pieces, node, level=plan.sees_all))
     copies = any(piece.needers != (receiver,) for piece, receiver in entering)
     transfers: list[Transfer] = []
     for piece in near:
@@ -151,8 +149,8 @@ def _slices(tokens: int, number: int, phase: int) -> Iterator[Range]:
     return pairwise([0, *(min(tokens, at * TILE) for at in tiles[1:]), tokens])
 
 
-def _in_windows(plan: SequencePlan, node: Sequence[int]) -> list[_Piece]:
-    """Tokens that ranks need of each shard with a window, all in one turn."""
+def _in_reach(plan: SequencePlan, node: Sequence[int]) -> list[_Piece]:
+    """Tokens that ranks need of each shard if queries see only near keys, all in one turn."""
     found = reaches(plan)
     inter = {
         (reach.sequence, reach.rank)
@@ -198,7 +196,7 @@ def _entering(pieces: Iterable[_Piece], node: Sequence[int], *, level: bool) -> 
 class _Receivers:
     """Chooses the ranks of a node that receive tokens of other nodes: equally many each, up to a tile, over all turns.
 
-    level: whether to balance. False for keys in windows: they are few, so only ranks that need them receive them.
+    level: whether to balance. False for few keys: then only ranks that need them receive them.
     """
 
     def __init__(self, ranks: Sequence[int], level: bool) -> None:

@@ -15,7 +15,14 @@ import numpy as np
 
 from balancing.sequences.cost import pair_flops
 from balancing.sequences.engine.kernels import Pieces
-from balancing.sequences.sequence_plan import Range, Shard, area_of_first, by_sequence, join_adjacent
+from balancing.sequences.sequence_plan import (
+    Range,
+    SequencePlan,
+    Shard,
+    area_of_first,
+    by_sequence,
+    join_adjacent,
+)
 
 __all__ = [
     "LAYOUT_CHANGES",
@@ -34,6 +41,7 @@ __all__ = [
     "TokenBytes",
     "TransferGroup",
     "Wait",
+    "causal_task",
     "compute",
     "in_calls",
     "layout_change",
@@ -276,6 +284,11 @@ def layout_change(
     after it. Tokens that stay are a message from the rank to itself.
     """
     return Messages(_overlaps(own_source, by_sequence(target)), _overlaps(own_target, by_sequence(source)))
+
+
+def causal_task(plan: SequencePlan, queries: Rows, keys: Rows, before: tuple[Rows, ...] = ()) -> Task:
+    """Attention of queries to their own keys, with the mask of the plan. before: rows of keys before `keys`."""
+    return Task(queries, keys, causal=True, before=before, window=plan.window)
 
 
 def compute(tasks: Sequence[Task], clear: Rows | None = None) -> Compute:

@@ -7,7 +7,7 @@ Megatron-LM's own modules support only one layout, the zig-zag of Transformer En
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,13 +16,12 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import is_layer_window_attention
 from megatron.core.utils import unwrap_model
 
 from balancing.sequences import SequenceAttention
 from balancing.sequences.engine.kernels import Kernel
-from megatron.balanced.sequences.latents import Latents, latents_of
 from megatron.balanced.sequences.planner import Programs
+from megatron.balanced.sequences.shape import layer_kind
 from megatron.balanced.sequences.states import DocumentOrder
 
 __all__ = [
@@ -33,22 +32,25 @@ __all__ = [
     "PlannedSequences",
     "SampleRows",
     "SequenceCoreAttention",
-    "of_documents",
     "use_document_positions",
-    "window_of",
 ]
+
+
+class InPlaceOfKV(Protocol):
+    """What ranks exchange of a layer in place of keys and values."""
+
+    def first(self, tokens: int) -> dict[str, torch.Tensor]:
+        """Arguments of `SequenceAttention` for the first `tokens` rows."""
 
 
 class BatchAttention(NamedTuple):
     """Attention of one micro-batch on this rank.
 
-    whole, windowed: of layers without and with a sliding window; None if the model has no such layers. The same object
-        if the window hides nothing.
+    by_kind: for each kind of layers (`layer_kinds`); None if the model has no such layers.
     tokens: number of rows that are tokens; the rest are padding.
     """
 
-    whole: SequenceAttention | None
-    windowed: SequenceAttention | None
+    by_kind: tuple[SequenceAttention | None, ...]
     tokens: int
 
     @classmethod
@@ -56,18 +58,14 @@ class BatchAttention(NamedTuple):
         cls, programs: Programs, process_group: dist.ProcessGroup, tokens: int, *, kernel: Kernel, timed: bool
     ) -> "BatchAttention":
         """process_group: the ranks of the plan. kernel, timed: as in `SequenceAttention`."""
-        whole, windowed = (
-            kind
-            and SequenceAttention(kind[0], program=kind[1], process_group=process_group, kernel=kernel, timed=timed)
-            for kind in programs
-        )
-        return cls(whole, whole if programs.windowed is programs.whole else windowed, tokens)
+        options: dict[str, Any] = {"process_group": process_group, "kernel": kernel, "timed": timed}
+        made = {id(kind): SequenceAttention(kind[0], program=kind[1], **options) for kind in programs if kind}
+        return cls(tuple(made.get(id(kind)) for kind in programs), tokens)
 
     @property
     def kinds(self) -> list[SequenceAttention]:
-        """One for each kind of layer."""
-        both = self.whole, None if self.windowed is self.whole else self.windowed
-        return [one for one in both if one is not None]
+        """One for each kind of layers with a plan of its own."""
+        return [attention for attention in dict.fromkeys(self.by_kind) if attention is not None]
 
     def attend(
         self,
@@ -75,24 +73,24 @@ class BatchAttention(NamedTuple):
         key: torch.Tensor,
         value: torch.Tensor,
         *,
-        windowed: bool,
+        kind: int,
         softmax_scale: float | None,
         sink: torch.Tensor | None,
-        latents: Latents | None = None,
+        in_place_of_kv: InPlaceOfKV | None = None,
     ) -> torch.Tensor:
         """The output [rows, heads x value_size] of core attention in one layer.
 
         query [rows, heads, head_size], key [rows, kv_heads, head_size] and value [rows, kv_heads, value_size] may have
         a dimension of 1 after the first. Padding attends to nothing, and nothing attends to it; its output is 0.
 
-        windowed: whether the layer has a sliding window.
+        kind: of the layer, an index into `by_kind`.
         softmax_scale, sink: as in `SequenceAttention`; a sink may have more dimensions.
-        latents: of key and value, sent in their place; None if the plan does not send latents.
+        in_place_of_kv: what is sent in place of key and value; None if these are sent.
         """
-        attention = self.windowed if windowed else self.whole
+        attention = self.by_kind[kind]
         assert attention is not None
         inputs = [(part.squeeze(1) if part.dim() == 4 else part)[: self.tokens] for part in (query, key, value)]
-        sent = {} if latents is None else {"latent": latents.tokens[: self.tokens], "projection": latents.weight}
+        sent = {} if in_place_of_kv is None else in_place_of_kv.first(self.tokens)
         sink = None if sink is None else sink.flatten()
         output = attention(*inputs, softmax_scale=softmax_scale, sink=sink, **sent).flatten(1)
         padding = query.shape[0] - self.tokens
@@ -160,10 +158,10 @@ class SequenceCoreAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         self.softmax_scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
-        self.windowed = is_layer_window_attention(window_of(config) or (), config.window_attn_skip_freq, layer_number)
+        self.kind = layer_kind(config, layer_number)
         self.tp_group = mpu.get_tensor_model_parallel_group(check_initialized=False)
         self.current = CurrentBatch()
-        self.latents: Latents | None = None  # of the keys and values of the next call
+        self.in_place_of_kv: InPlaceOfKV | None = None  # of the next call
         self.softmax_offset: torch.Tensor | None = None
         if config.softmax_type != "vanilla":
             heads = config.num_attention_heads // config.tensor_model_parallel_size
@@ -190,22 +188,17 @@ class SequenceCoreAttention(MegatronModule):
         """
         assert isinstance(packed_seq_params, PlannedSequences) and packed_seq_params.attention is not None
         self.current.planned = packed_seq_params
-        latents, self.latents = self.latents, None
+        in_place_of_kv, self.in_place_of_kv = self.in_place_of_kv, None
         output = packed_seq_params.attention.attend(
             query,
             key,
             value,
-            windowed=self.windowed,
+            kind=self.kind,
             softmax_scale=self.softmax_scale,
             sink=self.softmax_offset,
-            latents=latents,
+            in_place_of_kv=in_place_of_kv,
         )
         return output.unsqueeze(1)
-
-
-def window_of(config: Any) -> tuple[int, int] | None:
-    """`--window-size` of Megatron-LM's arguments or config, (tokens before, tokens after); None if it hides nothing."""
-    return config.window_size if config.window_size and config.window_size[0] >= 0 else None
 
 
 class DocumentRotaryEmbedding(torch.nn.Module):
@@ -247,39 +240,3 @@ def use_document_positions(chunks: list[torch.nn.Module]) -> list[torch.nn.Modul
         if getattr(model, "rotary_pos_emb", None) is not None:
             model.rotary_pos_emb = DocumentRotaryEmbedding(model.rotary_pos_emb)
     return chunks
-
-
-class _LatentRotaryEmbedding(DocumentRotaryEmbedding):
-    """Rotary embedding of a layer with multi-latent attention, for queries [rows, heads, dim]. Layers share angles."""
-
-    def forward(self, planned: PlannedSequences, **unused: Any) -> Any:
-        """Angles [rows, 1, dim]; with YaRN (angles, scale)."""
-        assert planned.positions is not None
-        if planned.positions.angles is None:
-            found = super().forward(planned)
-            scaled = isinstance(found, tuple)
-            planned.positions.angles = (found[0].squeeze(1), *found[1:]) if scaled else found.squeeze(1)
-        return planned.positions.angles
-
-
-def of_documents(attention: type, *, latents: bool) -> type:
-    """A subclass of a class of multi-latent attention. Each layer's rotary embedding uses positions in documents.
-
-    latents: whether ranks exchange latents instead of keys and values.
-    """
-
-    class OfDocuments(attention):  # type: ignore[misc, valid-type]
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self.rotary_pos_emb = _LatentRotaryEmbedding(self.rotary_pos_emb)
-
-        def get_query_key_value_tensors(
-            self, hidden_states: torch.Tensor, states: Any, positions: Any, packed_seq_params: Any, **rest: Any
-        ) -> tuple[torch.Tensor, ...]:
-            """Queries, keys and values. If ranks exchange latents, core attention gets those of the keys and values."""
-            found = super().get_query_key_value_tensors(hidden_states, states, positions, packed_seq_params, **rest)
-            if latents:
-                self.core_attention.latents = latents_of(self, found[4])
-            return found
-
-    return OfDocuments

@@ -20,7 +20,7 @@ from balancing.sequences.config import SequenceConfig
 from balancing.sequences.engine.kernels import accumulation_dtype
 from megatron.balanced.sequences.events import Share, step_event
 from megatron.balanced.sequences.in_place import AttentionInPlace
-from megatron.balanced.sequences.shape import shape_of
+from megatron.balanced.sequences.shape import attention_shape
 from megatron.balanced.sequences.tokens import Sharing, Tokens
 from megatron.balanced.shared.callbacks import HeldBytes, StepCallback
 from megatron.balanced.shared.job import Job
@@ -67,7 +67,7 @@ class SequenceBalancer(StepCallback):
         self._sample_rows = 0 if job is None else job.micro_batch_size * job.seq_length
         self._tokens: Tokens = AttentionInPlace() if tokens is None else tokens
         model = get_model_config(chunks[0])
-        shape = shape_of(model, getattr(unwrap_model(self.chunks)[0], "hybrid_layer_pattern", None))
+        shape = attention_shape(model, getattr(unwrap_model(self.chunks)[0], "hybrid_layer_pattern", None))
         minutes = (job or Job).timeout_minutes
         options = {"timed": report is not None, "had_kernel": had_kernel}
         self._sharing = Sharing.connect(self.config, model, shape, cluster, minutes, **options)

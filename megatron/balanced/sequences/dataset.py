@@ -2,14 +2,16 @@
 
 Megatron-LM's datasets, samplers and loaders are unchanged. PyTorch's loader asks a dataset for all samples of a
 micro-batch at once if the dataset has `__getitems__`. There `PlannedDataset` packs the samples of all ranks that share
-the micro-batch (`domain`) into one sequence, plans it, and returns the rows of this rank. Only their tokens are read if
-the dataset allows that (`reading`). Labels are shifted before documents are cut, and so are documents for multi-token
-prediction.
+the micro-batch (`domain`) into one sequence, plans it, and returns the rows of this rank. Labels are shifted before
+documents are cut, and so are documents for multi-token prediction.
+
+A plan needs the lengths of all documents of a micro-batch, which a GPT dataset's index has. Then a rank needs only the
+tokens of its shards: a rank of a domain of N that read whole samples would read N times what it trains on.
 """
 
 import pickle
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -17,17 +19,26 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
+from megatron.core.datasets.blended_dataset import BlendedDataset
+from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
 
 from balancing.sequences.plan import PlanCache
-from balancing.sequences.sequence_plan import SequencePlan
+from balancing.sequences.sequence_plan import SequencePlan, area_of_first
 from megatron.balanced.sequences.domain import Domain, Sample
-from megatron.balanced.sequences.reading import document_lengths, read_tokens, sample_areas, sample_costs
 from megatron.balanced.sequences.steps import Steps, WholeSteps
 
-__all__ = ["PlannedBatch", "PlannedDataset", "Rows", "positions", "receive", "row_origins"]
+__all__ = [
+    "INTEGERS",
+    "PlannedBatch",
+    "PlannedDataset",
+    "Rows",
+    "document_lengths",
+    "read_tokens",
+    "sample_areas",
+    "sample_costs",
+]
 
-_INTEGERS = ("tokens", "labels", "position_ids")
+INTEGERS = ("tokens", "labels", "position_ids")
 
 
 @dataclass(frozen=True)
@@ -149,7 +160,7 @@ class PlannedDataset(torch.utils.data.Dataset):
         plan, programs, milliseconds = self._planning([document.tokens for document in documents])
         rows = self._rows.of(plan, drawn.size)
         size = rows * (1 + self._rows.shifts)
-        batch = {name: torch.zeros(size, dtype=torch.int64) for name in _INTEGERS}
+        batch = {name: torch.zeros(size, dtype=torch.int64) for name in INTEGERS}
         batch["loss_mask"] = torch.zeros(size, dtype=torch.float32)
         places = _places(documents, _packed_tokens(plan, self._domain.rank))
         for at in np.unique(places.samples).tolist():
@@ -259,51 +270,136 @@ def _packed_tokens(plan: SequencePlan, rank: int) -> np.ndarray:
     return np.concatenate([np.zeros(0, np.int64), *(np.arange(*each) for each in ranges)])
 
 
-def positions(plan: SequencePlan, rank: int, rows: int) -> np.ndarray:
-    """int64 [row], each row's position in its document; 0 in padding."""
-    of_shards = [np.arange(shard.start, shard.stop) for shard in plan.shards(rank, linear=True)]
-    return np.pad(np.concatenate([np.zeros(0, np.int64), *of_shards]), (0, rows - int(plan.linear_tokens[rank])))
+# Lengths from the index of Megatron-LM's datasets, and the tokens that a rank needs. Its GPT datasets assemble samples
+# from pieces of documents; pieces that this rank does not need are left out.
 
 
-def row_origins(plan: SequencePlan, rank: int, rows: int, origins: Sequence[int]) -> np.ndarray:
-    """int64 [row], the origin of each row's token; 0 in padding. origins: [document]."""
-    shards = plan.shards(rank, linear=True)
-    of_shards = np.array([(origins[shard.sequence], shard.tokens) for shard in shards], dtype=np.int64).reshape(-1, 2)
-    of_tokens = np.repeat(*of_shards.T)
-    return np.pad(of_tokens, (0, rows - len(of_tokens)))
+def document_lengths(dataset: Any, index: int) -> list[int] | None:
+    """Tokens of each document of sample `index`, or of the whole sample if its documents attend to each other.
 
-
-def receive(
-    sample: dict[str, Any] | None,
-    process_group: dist.ProcessGroup,
-    hosts: dist.ProcessGroup | None,
-    source: int,
-    device: Any,
-) -> tuple[dict[str, torch.Tensor], bytes, float]:
-    """Broadcast a micro-batch to all tensor-parallel ranks. Returns its rows [1, rows] by name, the pickled
-    `PlannedBatch`, and the milliseconds of planning.
-
-    sample: from the data loader on the source; None on other ranks.
-    process_group: of tensor parallelism.
-    hosts: the same ranks on gloo, so that no host waits for its device to learn the plan; None for a single rank.
-    source: global rank of the group's source.
-    device: of tensors that are broadcast.
+    None for datasets that are neither GPT datasets nor blends of them: their index does not have the lengths.
     """
-    plan, milliseconds = b"", 0.0
-    batch: dict[str, torch.Tensor] = {}
-    if sample is not None:
-        (plan,), milliseconds = sample["plan"], float(sample["plan_ms"])
-        batch = {name: sample[name].cuda(non_blocking=True) for name in (*_INTEGERS, "loss_mask")}
-    if hosts is None:
-        return batch, plan, milliseconds
-    told: list[Any] = [batch["tokens"].shape[1], plan] if sample is not None else [None, None]
-    dist.broadcast_object_list(told, source, group=hosts)
-    rows, plan = told
-    if sample is not None:
-        integers, mask = torch.cat([batch[name] for name in _INTEGERS]), batch["loss_mask"]
-    else:
-        integers = torch.empty(len(_INTEGERS), rows, dtype=torch.int64, device=device)
-        mask = torch.empty(1, rows, dtype=torch.float32, device=device)
-    for tensor in (integers, mask):
-        dist.broadcast(tensor, source, group=process_group)
-    return dict(zip(_INTEGERS, integers.split(1), strict=True)) | {"loss_mask": mask}, plan, milliseconds
+    dataset, index = _source(dataset, index)
+    if type(dataset) not in (GPTDataset, MockGPTDataset):
+        return None
+    config = dataset.config
+    if not config.inter_document_masking:
+        return [config.sequence_length]
+    if dataset.shuffle_index is None:
+        dataset[index]  # maps the index into memory
+    number, more = dataset.shuffle_index[index], int(config.add_extra_token_to_sequence)
+    (first, begin), (last, end) = dataset.sample_index[number].tolist(), dataset.sample_index[number + 1].tolist()
+    lengths = dataset.dataset.sequence_lengths[dataset.document_index[first : last + 1]].tolist()
+    # As GPTDataset cuts documents: the token after the sample, which is the label of the last one, is not part of it,
+    # and the padding of a validation set's last sample belongs to its last document.
+    lengths[-1] = end + more
+    lengths[0] -= begin
+    lengths[-1] -= more
+    if not lengths[-1]:
+        lengths.pop()
+    if (missing := config.sequence_length - sum(lengths)) > 0:
+        lengths = [*lengths[:-1], (lengths[-1] if lengths else 0) + missing]
+    return [length for length in lengths if length]
+
+
+def sample_areas(dataset: Any, indices: np.ndarray) -> np.ndarray | None:
+    """int64 [sample], query-key pairs of the documents of many samples at once; None as for `document_lengths`.
+
+    indices: int64 [sample].
+    """
+    return sample_costs(dataset, indices, area_of_first)
+
+
+def sample_costs(dataset: Any, indices: np.ndarray, cost: Callable[[np.ndarray], np.ndarray]) -> np.ndarray | None:
+    """[sample], the total cost of the documents of each sample; None as for `document_lengths`.
+
+    indices: int64 [sample].
+    cost: int64 [document], tokens -> [document].
+    """
+    if isinstance(dataset, BlendedDataset):
+        if dataset.dataset_index is None:
+            dataset[int(indices[0])]  # maps the index into memory
+        source, place = dataset.dataset_index[indices], dataset.dataset_sample_index[indices]
+        blended = np.zeros(len(indices), dtype=cost(np.ones(1, dtype=np.int64)).dtype)
+        for number in np.unique(source).tolist():
+            of_part = sample_costs(dataset.datasets[number], place[source == number], cost)
+            if of_part is None:
+                return None
+            blended[source == number] = of_part
+        return blended
+    if type(dataset) not in (GPTDataset, MockGPTDataset):
+        return None
+    config = dataset.config
+    if not config.inter_document_masking:
+        return cost(np.full(len(indices), config.sequence_length))
+    if dataset.shuffle_index is None:
+        dataset[int(indices[0])]
+    number = dataset.shuffle_index[indices].astype(np.int64)
+    (first, begin), (last, end) = (dataset.sample_index[which].astype(np.int64).T for which in (number, number + 1))
+    documents = last - first + 1
+    ends = np.cumsum(documents)
+    at = np.arange(ends[-1]) + np.repeat(first - ends + documents, documents)
+    lengths = dataset.dataset.sequence_lengths[dataset.document_index[at]].astype(np.int64)
+    lengths[ends - 1] = end  # the label of a sample's last token is not part of it, see `document_lengths`
+    lengths[ends - documents] -= begin
+    costs = np.add.reduceat(cost(lengths), ends - documents)
+    padded = np.add.reduceat(lengths, ends - documents) < config.sequence_length
+    for sample in np.flatnonzero(padded).tolist():
+        costs[sample] = cost(np.array(document_lengths(dataset, int(indices[sample])) or [0])).sum()
+    return np.asarray(costs)
+
+
+def read_tokens(dataset: Any, index: int, tokens: np.ndarray) -> dict[str, torch.Tensor]:
+    """Sample `index`, valid only at `tokens`; other tokens are not read if possible. tokens: int [token], ascending."""
+    source, place = _source(dataset, index)
+    if type(source) not in (GPTDataset, MockGPTDataset):
+        return dataset[index]
+    breaks = np.flatnonzero(np.diff(tokens) > 1) + 1
+    runs = [(int(run[0]), int(run[-1]) + 2) for run in np.split(tokens, breaks)]  # and the label of a run's last token
+    whole = source.dataset
+    source.dataset = _Parts(whole, runs)
+    try:
+        return source[place]
+    finally:
+        source.dataset = whole
+
+
+def _source(dataset: Any, index: int) -> tuple[Any, int]:
+    """The dataset of a blend that has sample `index`, and the sample's index there."""
+    while isinstance(dataset, BlendedDataset):
+        if dataset.dataset_index is None:
+            dataset[index]  # maps the index into memory
+        dataset, index = (
+            dataset.datasets[dataset.dataset_index[index]],
+            int(dataset.dataset_sample_index[index]),
+        )
+    return dataset, index
+
+
+class _Parts:
+    """Replaces the documents of a dataset while the dataset assembles one sample.
+
+    documents: Megatron-LM's indexed dataset.
+    wanted: tokens [start, stop) of the sample, sorted; the others are 0.
+    """
+
+    def __init__(self, documents: Any, wanted: Sequence[tuple[int, int]]) -> None:
+        self._documents, self._wanted = documents, wanted
+        self._at = self._next = 0  # token of the sample, and the first range that has not ended
+
+    def get(self, idx: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+        if length is None:
+            length = int(self._documents.sequence_lengths[idx]) - offset
+        begin, end = self._at, self._at + int(length)
+        tokens = np.zeros(end - begin, dtype=np.int64)
+        while self._next < len(self._wanted) and self._wanted[self._next][0] < end:
+            start, stop = self._wanted[self._next]
+            start, upto = max(start, begin), min(stop, end)
+            tokens[start - begin : upto - begin] = self._documents.get(
+                idx, offset=offset + start - begin, length=upto - start
+            )
+            if stop > end:
+                break
+            self._next += 1
+        self._at = end
+        return tokens

@@ -11,8 +11,8 @@ from balancing.cluster import Cluster
 from balancing.report import event, imbalance
 from balancing.sequences import AttentionShape, SequenceAttention, SequencePlan
 from balancing.sequences.micro_batches import document_seconds
-from balancing.sequences.sequence_plan import causal_area, zigzag_areas, zone_shares
-from balancing.sequences.window import in_window
+from balancing.sequences.plan import zone_shares
+from balancing.sequences.sequence_plan import causal_area, layer_kinds, zigzag_areas
 from megatron.balanced.sequences.domain import Domain
 
 __all__ = ["MicroBatch", "Share", "StepRecord", "step_event"]
@@ -22,7 +22,7 @@ class MicroBatch(NamedTuple):
     """A micro-batch of a step in one model chunk.
 
     origins, numbers: [document], its origin, and its index among the documents that were drawn together.
-    attentions: one for each kind of layer, without and with a sliding window.
+    attentions: one for each kind of layers.
     plan_ms, waited_ms: milliseconds of planning, and of waiting for the plan.
     """
 
@@ -180,27 +180,22 @@ def _drawn(batches: Sequence[MicroBatch], origins: int, dealt: bool) -> list[lis
 def _areas(
     plan: SequencePlan, drawn: list[np.ndarray], shape: AttentionShape, padded: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """[rank], area if Megatron-LM cut the batch, and area under the plan. They are those of one layer, or if some
-    layers have a sliding window, of all layers together. drawn, padded: as in `_upstream_areas`."""
-    if shape.window is None:
-        return _upstream_areas(plan.ranks, drawn, None, padded), plan.area
-    whole, windowed = shape.layers - shape.windowed_layers, in_window(plan, shape.window)
-    kinds = (
-        [_upstream_areas(plan.ranks, drawn, window, padded) for window in (None, windowed.window)],
-        (plan.area, windowed.area),
-    )
-    before, after = (whole * one + shape.windowed_layers * other for one, other in kinds)
-    return before, after
+    """[rank], area of all layers if Megatron-LM cut the batch, and under the plan. drawn, padded: as in
+    `_upstream_areas`."""
+    kinds = layer_kinds(plan, shape)
+    before = sum(layers * _upstream_areas(own, drawn, padded) for own, layers in kinds)
+    return np.asarray(before), np.asarray(sum(layers * own.area for own, layers in kinds))
 
 
-def _upstream_areas(ranks: int, drawn: list[np.ndarray], window: int | None, padded: bool) -> np.ndarray:
+def _upstream_areas(plan: SequencePlan, drawn: list[np.ndarray], padded: bool) -> np.ndarray:
     """[rank], area if Megatron-LM cut the batch: its micro-batches each on the context-parallel ranks of a
     data-parallel rank, the packed sequence in a zig-zag.
 
+    plan: of the layers; its mask counts.
     drawn: lengths of Megatron-LM's micro-batch, by data-parallel rank.
     padded: every document is padded to fit, and cut over all of these ranks, which is balanced.
     """
-    ranks //= len(drawn)
+    ranks, window = plan.ranks // len(drawn), plan.window
     areas = []
     for lengths in drawn:
         areas += [causal_area(lengths, window) / ranks] * ranks if padded else [*zigzag_areas(lengths, ranks, window)]

@@ -18,15 +18,15 @@ import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
-from megatron.core.transformer.utils import is_layer_window_attention
 from megatron.core.utils import unwrap_model
 
 from balancing.ranges import named
 from balancing.sequences.plan import PlanCache
 from balancing.sequences.planners.stay import Lengths
-from megatron.balanced.sequences.attention import BatchAttention, window_of
+from megatron.balanced.sequences.attention import BatchAttention
 from megatron.balanced.sequences.events import MicroBatch
 from megatron.balanced.sequences.latents import Latents, latents_of
+from megatron.balanced.sequences.shape import layer_kind
 from megatron.balanced.sequences.tokens import Sharing, Tokens
 from megatron.balanced.shared.log import print_once
 from megatron.balanced.shared.micro_batches import get_num_microbatches
@@ -49,11 +49,9 @@ class _Layer:
     latents: Latents | None = None
 
     @property
-    def windowed(self) -> bool:
-        """Whether it has a sliding window."""
-        config = self.attention.config
-        windows = window_of(config) or (), config.window_attn_skip_freq
-        return is_layer_window_attention(*windows, self.attention.layer_number)
+    def kind(self) -> int:
+        """Of the layer, as in `BatchAttention`."""
+        return layer_kind(self.attention.config, self.attention.layer_number)
 
     @property
     def softmax_scale(self) -> float | None:
@@ -165,10 +163,10 @@ class AttentionInPlace(Tokens):
             query,
             key,
             value[..., :size],
-            windowed=layer.windowed,
+            kind=layer.kind,
             softmax_scale=layer.softmax_scale,
             sink=getattr(layer.attention.core_attention, "softmax_offset", None),
-            latents=latents,
+            in_place_of_kv=latents,
         )
         if size == padded:
             return output

@@ -1,4 +1,4 @@
-"""Latents of multi-latent attention, which ranks exchange instead of keys and values.
+"""Multi-latent attention: latents, which ranks exchange instead of keys and values, and positions in documents.
 
 Megatron-LM projects the keys and values of a rank's own tokens as always. The engine sends the normalised latents, and
 projects received latents with the same weight (`engine.latents`). So the weight's gradient has two parts on each rank,
@@ -14,7 +14,9 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
 )
 
-__all__ = ["Latents", "latents_of"]
+from megatron.balanced.sequences.attention import DocumentRotaryEmbedding, PlannedSequences
+
+__all__ = ["Latents", "latents_of", "with_document_positions"]
 
 
 class Latents(NamedTuple):
@@ -22,6 +24,10 @@ class Latents(NamedTuple):
 
     tokens: torch.Tensor
     weight: torch.Tensor
+
+    def first(self, tokens: int) -> dict[str, torch.Tensor]:
+        """Arguments of `SequenceAttention` for the first `tokens` rows."""
+        return {"latent": self.tokens[:tokens], "projection": self.weight}
 
 
 def latents_of(attention: Any, compressed: torch.Tensor) -> Latents:
@@ -62,3 +68,39 @@ class _IntoMainGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> None:
         ctx.weight.main_grad.add_(grad)
+
+
+class _LatentRotaryEmbedding(DocumentRotaryEmbedding):
+    """Rotary embedding of a layer with multi-latent attention, for queries [rows, heads, dim]. Layers share angles."""
+
+    def forward(self, planned: PlannedSequences, **unused: Any) -> Any:
+        """Angles [rows, 1, dim]; with YaRN (angles, scale)."""
+        assert planned.positions is not None
+        if planned.positions.angles is None:
+            angles = super().forward(planned)
+            scaled = isinstance(angles, tuple)
+            planned.positions.angles = (angles[0].squeeze(1), *angles[1:]) if scaled else angles.squeeze(1)
+        return planned.positions.angles
+
+
+def with_document_positions(attention: type, *, latents: bool) -> type:
+    """A subclass of a class of multi-latent attention. Each layer's rotary embedding uses positions in documents.
+
+    latents: whether ranks exchange latents instead of keys and values.
+    """
+
+    class InDocuments(attention):  # type: ignore[misc, valid-type]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.rotary_pos_emb = _LatentRotaryEmbedding(self.rotary_pos_emb)
+
+        def get_query_key_value_tensors(
+            self, hidden_states: torch.Tensor, states: Any, positions: Any, packed_seq_params: Any, **rest: Any
+        ) -> tuple[torch.Tensor, ...]:
+            """Queries, keys and values. If ranks exchange latents, core attention gets those of the keys and values."""
+            tensors = super().get_query_key_value_tensors(hidden_states, states, positions, packed_seq_params, **rest)
+            if latents:
+                self.core_attention.in_place_of_kv = latents_of(self, tensors[4])
+            return tensors
+
+    return InDocuments

@@ -8,7 +8,7 @@ positions and losses follow the plan.
 import math
 import pickle
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
@@ -26,13 +26,13 @@ from balancing.ranges import named
 from balancing.sequences import SequencePlan
 from balancing.sequences.micro_batches import MICRO_BATCH_ROOM
 from balancing.sequences.plan import PlanCache
+from balancing.upload import upload
 from megatron.balanced.sequences.attention import BatchAttention, DocumentPositions, PlannedSequences, SampleRows
-from megatron.balanced.sequences.dataset import PlannedBatch, PlannedDataset, Rows, positions, receive, row_origins
+from megatron.balanced.sequences.dataset import INTEGERS, PlannedBatch, PlannedDataset, Rows
 from megatron.balanced.sequences.domain import LossTokens
 from megatron.balanced.sequences.events import MicroBatch
 from megatron.balanced.sequences.packed_messages import expect, expect_one_size
 from megatron.balanced.sequences.prediction import Prediction
-from megatron.balanced.sequences.read_step import ReadStep
 from megatron.balanced.sequences.router import tell_routers
 from megatron.balanced.sequences.states import DocumentOrder, document_rows
 from megatron.balanced.sequences.steps import Steps, StepSeconds, WholeSteps
@@ -41,7 +41,7 @@ from megatron.balanced.shared.callbacks import trained
 from megatron.balanced.shared.job import Job
 from megatron.balanced.shared.process_groups import duplicate_group
 
-__all__ = ["Batches", "MovedBatch", "MovedTokens"]
+__all__ = ["Batches", "MovedBatch", "MovedTokens", "positions", "row_origins"]
 
 _KEPT = 64  # plans, with their programs, in the cache
 
@@ -319,3 +319,107 @@ class MovedTokens(Tokens):
             (stop - length) // self._batches.job.seq_length
             for stop, length in zip(accumulate(plan.lengths), plan.lengths, strict=True)
         ]
+
+
+@dataclass
+class ReadStep:
+    """A training step whose documents are distributed over its micro-batches, read before it begins.
+
+    Pipeline stages must know the sizes of all micro-batches, for their messages. If Megatron-LM averages a loss over
+    micro-batches, every rank must know the number of tokens with a loss of each origin, which are in several of them.
+
+    samples: [chunk] of those that are not taken yet, on the first tensor-parallel rank; elsewhere empty.
+
+    counts: float64 [shift, origin], tokens with a loss on all ranks, by shift of multi-token prediction.
+    rows: of each micro-batch on this rank.
+    """
+
+    samples: list[list[dict[str, Any]]]
+    counts: torch.Tensor
+    rows: list[int]
+
+    @classmethod
+    def read(
+        cls,
+        iterators: list[Iterator],
+        micro_batches: int,
+        shifts: int,
+        sharing: Sharing,
+        tensor_hosts: dist.ProcessGroup | None,
+        unpickled: Callable[[bytes], PlannedBatch],
+    ) -> "ReadStep":
+        """All ranks that share micro-batches call it together.
+
+        iterators: of the data loader, one for each model chunk; empty on other tensor-parallel ranks than the first.
+        micro_batches: of the step.
+        shifts: tokens that are predicted beyond the next one.
+        tensor_hosts: the tensor-parallel ranks on gloo; None for a single rank.
+        unpickled: of the plan of a sample.
+        """
+        domain, samples = sharing.domain, []
+        counts = torch.zeros(1 + shifts, micro_batches * domain.origins, dtype=torch.float64)
+        rows = torch.zeros(micro_batches, dtype=torch.int64)
+        if mpu.get_tensor_model_parallel_rank() == 0:
+            samples = [[next(iterator) for _ in range(micro_batches)] for iterator in iterators]
+            for at, sample in enumerate(samples[0]):
+                read = unpickled(*sample["plan"])
+                masks = sample["loss_mask"].view(1 + shifts, -1)
+                rows[at] = masks.shape[1]
+                origins = row_origins(read.plan, domain.rank, masks.shape[1], read.origins)
+                counts.index_add_(1, torch.from_numpy(origins), masks.double())
+            if shifts or not sharing.model.calculate_per_token_loss:
+                dist.all_reduce(counts, group=sharing.hosts)
+        if tensor_hosts is not None:
+            for numbers in (counts, rows):
+                dist.broadcast(numbers, mpu.get_tensor_model_parallel_src_rank(), group=tensor_hosts)
+        return cls(samples, upload(counts, torch.device("cuda", torch.cuda.current_device())), rows.tolist())
+
+
+def positions(plan: SequencePlan, rank: int, rows: int) -> np.ndarray:
+    """int64 [row], each row's position in its document; 0 in padding."""
+    of_shards = [np.arange(shard.start, shard.stop) for shard in plan.shards(rank, linear=True)]
+    return np.pad(np.concatenate([np.zeros(0, np.int64), *of_shards]), (0, rows - int(plan.linear_tokens[rank])))
+
+
+def row_origins(plan: SequencePlan, rank: int, rows: int, origins: Sequence[int]) -> np.ndarray:
+    """int64 [row], the origin of each row's token; 0 in padding. origins: [document]."""
+    shards = plan.shards(rank, linear=True)
+    of_shards = np.array([(origins[shard.sequence], shard.tokens) for shard in shards], dtype=np.int64).reshape(-1, 2)
+    of_tokens = np.repeat(*of_shards.T)
+    return np.pad(of_tokens, (0, rows - len(of_tokens)))
+
+
+def receive(
+    sample: dict[str, Any] | None,
+    process_group: dist.ProcessGroup,
+    hosts: dist.ProcessGroup | None,
+    source: int,
+    device: Any,
+) -> tuple[dict[str, torch.Tensor], bytes, float]:
+    """Broadcast a micro-batch to all tensor-parallel ranks. Returns its rows [1, rows] by name, the pickled
+    `PlannedBatch`, and the milliseconds of planning.
+
+    sample: from the data loader on the source; None on other ranks.
+    process_group: of tensor parallelism.
+    hosts: the same ranks on gloo, so that no host waits for its device to learn the plan; None for a single rank.
+    source: global rank of the group's source.
+    device: of tensors that are broadcast.
+    """
+    plan, milliseconds = b"", 0.0
+    batch: dict[str, torch.Tensor] = {}
+    if sample is not None:
+        (plan,), milliseconds = sample["plan"], float(sample["plan_ms"])
+        batch = {name: sample[name].cuda(non_blocking=True) for name in (*INTEGERS, "loss_mask")}
+    if hosts is None:
+        return batch, plan, milliseconds
+    told: list[Any] = [batch["tokens"].shape[1], plan] if sample is not None else [None, None]
+    dist.broadcast_object_list(told, source, group=hosts)
+    rows, plan = told
+    if sample is not None:
+        integers, mask = torch.cat([batch[name] for name in INTEGERS]), batch["loss_mask"]
+    else:
+        integers = torch.empty(len(INTEGERS), rows, dtype=torch.int64, device=device)
+        mask = torch.empty(1, rows, dtype=torch.float32, device=device)
+    for tensor in (integers, mask):
+        dist.broadcast(tensor, source, group=process_group)
+    return dict(zip(INTEGERS, integers.split(1), strict=True)) | {"loss_mask": mask}, plan, milliseconds

@@ -1,17 +1,21 @@
-"""The sizes of a model's attention for the sequence planner, from the model's config."""
+"""What the planner and the engine must know of a model's attention, read from the model's config."""
 
+from typing import Any
+
+from megatron.core import mpu
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 
 from balancing.pipeline.pattern import read_pattern
 from balancing.sequences import AttentionShape
-from megatron.balanced.sequences.attention import window_of
-from megatron.balanced.sequences.travelling import latent_shape
+from balancing.sequences.engine.kernel_trial import AttentionHeads
+from balancing.sequences.engine.program import TokenBytes
+from balancing.sequences.sequence_plan import LatentShape
 
-__all__ = ["shape_of"]
+__all__ = ["attention_shape", "bytes_of_token", "heads_of_rank", "latent_shape", "layer_kind"]
 
 
-def shape_of(model: TransformerConfig, pattern: str | None = None) -> AttentionShape:
+def attention_shape(model: TransformerConfig, pattern: str | None = None) -> AttentionShape:
     """The sizes of a model.
 
     model: its config. pattern: of its layers, if it is a hybrid model.
@@ -19,7 +23,7 @@ def shape_of(model: TransformerConfig, pattern: str | None = None) -> AttentionS
     ffn = model.ffn_hidden_size
     if model.num_moe_experts:
         ffn = model.moe_ffn_hidden_size * model.moe_router_topk
-    window, predicted = window_of(model), range(model.mtp_num_layers or 0)
+    predicted = range(model.mtp_num_layers or 0)
     # Layers of multi-token prediction have numbers of their own.
     numbers = [*range(1, model.num_layers + 1), *(1 if model.mtp_use_repeated_layer else n + 1 for n in predicted)]
     if pattern is not None:
@@ -35,10 +39,66 @@ def shape_of(model: TransformerConfig, pattern: str | None = None) -> AttentionS
         ffn_hidden=ffn,
         head_size=sizes[0],
         value_size=sizes[1],
-        window=window[0] if window else None,
-        windowed_layers=sum(is_layer_window_attention(window or (), model.window_attn_skip_freq, n) for n in numbers),
+        window=model.window_size[0] if _has_window(model) else None,
+        windowed_layers=sum(layer_kind(model, number) for number in numbers),
         latent=latent_shape(model),
     )
+
+
+def layer_kind(model: Any, number: int) -> int:
+    """0 for a layer that sees all tokens, 1 for one with a sliding window: an index into `sequence_plan.layer_kinds`.
+
+    model: its config. number: of the layer, from 1.
+    """
+    window = model.window_size if _has_window(model) else None
+    return int(is_layer_window_attention(window, model.window_attn_skip_freq, number))
+
+
+def latent_shape(model: Any) -> LatentShape | None:
+    """The latent of multi-latent attention; None if ranks exchange keys and values.
+
+    model: its config, or Megatron-LM's arguments, which have the same names.
+
+    Ranks exchange keys and values without multi-latent attention, and in four other cases: with 8-bit or 4-bit
+    projections, whose weights the engine does not read; with sliding windows, whose calls have own and received keys;
+    if core attention is recomputed without its projection; and if weight gradients are computed outside of the backward
+    pass.
+    """
+    modules = model.recompute_modules or ["core_attn"]
+    recomputed = model.recompute_granularity == "selective" and "core_attn" in modules
+    apart = _has_window(model) or recomputed or model.delay_wgrad_compute
+    if not getattr(model, "multi_latent_attention", False) or model.fp8 or model.fp4 or apart:
+        return None
+    return LatentShape(model.kv_lora_rank, model.qk_pos_emb_head_dim, model.tensor_model_parallel_size)
+
+
+def heads_of_rank(shape: AttentionShape, model: TransformerConfig) -> AttentionHeads:
+    """The heads of attention on this rank."""
+    ways = mpu.get_tensor_model_parallel_world_size()
+    heads, kv_heads = (max(number // ways, 1) for number in (shape.heads, shape.kv_heads))
+    sizes = shape.head_size, shape.value_size
+    return AttentionHeads(model.params_dtype, heads, kv_heads, *sizes, shape.window is not None)
+
+
+def bytes_of_token(shape: AttentionShape, model: TransformerConfig) -> TokenBytes:
+    """Bytes of a token in the attention of this rank, for routing. If ranks exchange latents, the bytes of keys and
+    values are those of latents."""
+    heads, item_bytes = heads_of_rank(shape, model), model.params_dtype.itemsize
+    found = TokenBytes.of(
+        heads=heads.heads,
+        kv_heads=heads.kv_heads,
+        head_size=shape.head_size,
+        item_bytes=item_bytes,
+        value_size=shape.value_size,
+    )
+    if shape.latent is None:
+        return found
+    return found._replace(kv=(shape.latent.size + shape.latent.shared) * item_bytes, latents=True)
+
+
+def _has_window(model: Any) -> bool:
+    """Whether layers have a sliding window. model: as in `latent_shape`."""
+    return bool(model.window_size) and model.window_size[0] >= 0
 
 
 def _layers_of_pattern(model: TransformerConfig, text: str) -> tuple[list[int], int]:

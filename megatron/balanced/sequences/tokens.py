@@ -22,7 +22,8 @@ from balancing.sequences.config import SequenceConfig
 from balancing.sequences.engine.kernel_choice import Choice, choose_kernel
 from megatron.balanced.sequences.domain import Domain
 from megatron.balanced.sequences.events import StepRecord
-from megatron.balanced.sequences.planner import Planner, bytes_of_token, heads_of
+from megatron.balanced.sequences.planner import Planner
+from megatron.balanced.sequences.shape import bytes_of_token, heads_of_rank
 from megatron.balanced.shared.log import print_once
 from megatron.balanced.shared.process_groups import cluster_of, duplicate_group, split_group
 
@@ -79,7 +80,7 @@ class Sharing:
         Raises KernelError, a ValueError, if the kernel that `config` names does not run here.
         """
         device = torch.empty(0, device=torch.cuda.current_device()).device
-        kernel = choose_kernel(device, heads_of(shape, model), config.kernel, had=had_kernel)
+        kernel = choose_kernel(device, heads_of_rank(shape, model), config.kernel, had=had_kernel)
         if device.type != "cpu":  # which has one kernel, named in the line on all kernels
             print_once(f"> {kernel.line}")
         domain = Domain.of_context() if config.domain == "context" else Domain.of_data()

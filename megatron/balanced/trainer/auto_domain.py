@@ -47,7 +47,7 @@ def _settled(args: argparse.Namespace, config: BalanceConfig) -> tuple[str, str]
         return "context", "the lengths of documents are not known before training"
     from megatron.training.argument_utils import core_transformer_config_from_args
 
-    from megatron.balanced.sequences.shape import shape_of
+    from megatron.balanced.sequences.shape import attention_shape
     from megatron.balanced.shared.process_groups import cluster_of
     from megatron.balanced.trainer.dry_run import groups_along
 
@@ -60,7 +60,7 @@ def _settled(args: argparse.Namespace, config: BalanceConfig) -> tuple[str, str]
         micro_batches=args.global_batch_size // (args.micro_batch_size * args.data_parallel_size),
         waiting=max(1, of_experts // (args.tensor_model_parallel_size * args.context_parallel_size)),
     )
-    shape = shape_of(core_transformer_config_from_args(args), args.hybrid_layer_pattern)
+    shape = attention_shape(core_transformer_config_from_args(args), args.hybrid_layer_pattern)
     found = choose_domain(steps, context, data, shape=shape, method=config.sequences.planner)
     ratio = found.data_seconds / found.context_seconds
     return found.domain, f"the cost model predicts steps {ratio:.2f} times as long with data as with context"

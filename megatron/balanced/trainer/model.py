@@ -41,11 +41,12 @@ from megatron.balanced.local.hybrid_stack import local_stack_spec
 from megatron.balanced.local.latent_attention import LatentDotProductAttention, LatentSelfAttention
 from megatron.balanced.local.mamba import ScannedMambaMixer
 from megatron.balanced.local.packed_attention import PackedDotProductAttention, PackedLatentDotProductAttention
-from megatron.balanced.sequences.attention import SequenceCoreAttention, of_documents
+from megatron.balanced.sequences.attention import SequenceCoreAttention
+from megatron.balanced.sequences.latents import with_document_positions
 from megatron.balanced.sequences.prediction import PredictionLayer
 from megatron.balanced.sequences.router import PackedRouter, PlannedMoELayer, SampleRouter
+from megatron.balanced.sequences.shape import latent_shape
 from megatron.balanced.sequences.states import of_whole_documents
-from megatron.balanced.sequences.travelling import latent_shape
 from megatron.balanced.trainer.sequence_rules import packs_samples_of_losses, routes_by_sample
 
 __all__ = ["LayerSpecs", "SequenceParallelNorm", "model_config", "replaces_in_prediction"]
@@ -148,7 +149,7 @@ def _replacements(
     if sequences.enabled and args.multi_latent_attention:
         for attention in (MLASelfAttention, FusedMLASelfAttention):
             latents = latent_shape(args) is not None
-            fitting[attention] = of_documents(fitting.get(attention, attention), latents=latents)
+            fitting[attention] = with_document_positions(fitting.get(attention, attention), latents=latents)
     if args.transformer_impl == "local" and args.sequence_parallel:
         fitting[WrappedTorchNorm] = SequenceParallelNorm
     if routes_by_sample(args, sequences) or (sequences.micro_batches and args.moe_router_enable_expert_bias):

@@ -9,7 +9,6 @@ from balancing.layers.cost import LayerSeconds
 from balancing.layers.fill import weight_share
 from balancing.pipeline.schedule import Schedule
 from balancing.pipeline.stage_plan import StagePlan
-from megatron.balanced.sequences.travelling import latent_shape
 from megatron.balanced.shared.incompatible import FILL, check_compatible
 from megatron.balanced.trainer.config import BalanceConfig
 
@@ -43,6 +42,8 @@ def check_fill(args: argparse.Namespace, config: BalanceConfig) -> tuple[Balance
         return dataclasses.replace(config, fill_with_weight_gradients=False), [f"{_FLAG} has nothing to fill: {why}"]
     else:
         _check(args, config)
+    from megatron.balanced.sequences.shape import latent_shape
+
     if args.transformer_impl != "local" and config.sequences.enabled and latent_shape(args) is not None:
         notes.append(
             f"{_FLAG} makes ranks send keys and values instead of latents, since weight gradients of latent "

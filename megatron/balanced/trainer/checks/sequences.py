@@ -11,7 +11,6 @@ import dataclasses
 from balancing.pipeline.pattern import read_pattern
 from balancing.sequences.config import SequenceConfig
 from balancing.sequences.planners.groups import number_of_groups
-from megatron.balanced.sequences.travelling import latent_shape
 from megatron.balanced.shared.incompatible import (
     SEQUENCES,
     SEQUENCES_OF_DATA,
@@ -83,6 +82,8 @@ def check_sequences(args: argparse.Namespace, sequences: SequenceConfig) -> tupl
         notes.append(
             "--balance-sequences sets --no-rope-fusion: the fused kernel of latent attention supports one layout only"
         )
+    from megatron.balanced.sequences.shape import latent_shape
+
     if latent_shape(args) is not None:
         notes.append("--balance-sequences sends latents instead of keys and values")
     args.create_attention_mask_in_dataloader = False
