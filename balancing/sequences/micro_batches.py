@@ -20,7 +20,7 @@ from balancing.cluster import Cluster
 from balancing.sequences.cost import linear_seconds, whole_seconds
 from balancing.sequences.plan import checked_lengths
 from balancing.sequences.planners.groups import deal_areas
-from balancing.sequences.planners.micro_batches import balanced_deal, hill_order, whole_costs
+from balancing.sequences.planners.micro_batch_packing import balanced_deal, hill_order, whole_costs
 from balancing.sequences.planners.slopes import slope_targets
 from balancing.sequences.sequence_plan import AttentionShape, token_counts
 

@@ -19,7 +19,7 @@ from balancing.cluster import Cluster
 from balancing.sequences.cost import extra_pairs, step_cost
 from balancing.sequences.planners.chunks import balanced_chunks, dealt_again
 from balancing.sequences.planners.linear_layout import linear_layout
-from balancing.sequences.planners.stay import shed_tails
+from balancing.sequences.planners.minimal_reshard import shed_tails
 from balancing.sequences.planners.zones import even_counts, even_layout, zone_layout
 from balancing.sequences.sequence_plan import (
     AttentionShape,
@@ -118,7 +118,8 @@ def plan_attention(
     linear: the given layout; a rank's tokens are in the order of its shards.
     lengths, cluster, shape: as in `plan_sequences`.
     method: of `plan_sequences`. With "chunks" the result is the cheapest of three plans by `cost.step_cost`: the plan
-        of "chunks", the given layout ("given"), and the balanced layout nearest to it ("stay", `planners.stay`).
+        of "chunks", the given layout ("given"), and the balanced layout nearest to it ("stay",
+        `planners.minimal_reshard`).
 
     Raises ValueError for a layout that does not hold every token once, and where `plan_sequences` does.
     """

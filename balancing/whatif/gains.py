@@ -16,8 +16,8 @@ from balancing.cluster import Cluster
 from balancing.cluster.links import exchange_seconds
 from balancing.experts import ExpertShape, LoadTrace, TransferWindow, layer_cost, plan_replicas, traffic
 from balancing.sequences.cost import step_cost, whole_seconds
-from balancing.sequences.domain import WORTH as DOMAIN_WORTH
-from balancing.sequences.domain import planned_ranks
+from balancing.sequences.domain_choice import WORTH as DOMAIN_WORTH
+from balancing.sequences.domain_choice import planned_ranks
 from balancing.sequences.plan import plan_sequences
 from balancing.sequences.sequence_plan import AttentionShape, causal_area
 from balancing.whatif.lengths import draw_batch

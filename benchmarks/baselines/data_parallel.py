@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from balancing.sequences import SequencePlan
-from balancing.sequences.planners.stay import Lengths, zigzag
+from balancing.sequences.planners.minimal_reshard import Lengths, zigzag
 from balancing.sequences.sequence_plan import same_exchange
 from benchmarks.baselines.micro_batches import differencing_deal
 

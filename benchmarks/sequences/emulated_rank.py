@@ -27,10 +27,10 @@ import torch.distributed as dist
 from balancing.sequences import SequenceAttention, SequencePlan, Shard
 from balancing.sequences.cost import hidden_seconds, linear_seconds
 from balancing.sequences.engine.attention import AttentionCall, prepare_exchanges
-from balancing.sequences.engine.call_rows import rows_on_device
 from balancing.sequences.engine.compiler import compile_rank
 from balancing.sequences.engine.kernels import Pieces
 from balancing.sequences.engine.program import TokenBytes, TransferGroup
+from balancing.sequences.engine.row_indices import rows_on_device
 from balancing.sequences.engine.transport import Statistics, Transport
 from balancing.sequences.sequence_plan import AttentionShape
 from benchmarks.emulated.device import Device

@@ -115,7 +115,7 @@ def test_rows_of_all_ranks_become_documents(pool, method):
 
 def _wrong_rows(method: str) -> list[int]:
     """Plans whose rows, put in order, are not one document after the other."""
-    from megatron.balanced.sequences.states import document_rows
+    from megatron.balanced.sequences.mamba import document_rows
 
     wrong = []
     for seed in range(5):

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from balancing.cluster import Cluster
 from balancing.sequences.engine import gather
-from balancing.sequences.engine.call_rows import make_table, rows_on_device
 from balancing.sequences.engine.compiler import make_program
 from balancing.sequences.engine.program import (
     Compute,
@@ -27,6 +26,7 @@ from balancing.sequences.engine.program import (
     layout_change,
 )
 from balancing.sequences.engine.routing import internode_traffic, route, routes
+from balancing.sequences.engine.row_indices import make_table, rows_on_device
 from balancing.sequences.planners.linear_layout import linear_layout, token_targets
 from balancing.sequences.rounds import MOST_TURNS, TurnTokens
 from balancing.sequences.sequence_plan import SequencePlan, Shard, in_window

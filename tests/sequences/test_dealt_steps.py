@@ -122,7 +122,7 @@ def _unused() -> tuple[Any, ...]:
     from balancing.cluster import Cluster
     from balancing.pipeline import MEGATRONS
     from balancing.sequences import AttentionShape
-    from megatron.balanced.sequences.steps import StepSeconds
+    from megatron.balanced.sequences.micro_batch_schedule import StepSeconds
 
     return Cluster.preset("h200-8x400g"), AttentionShape(64, 4, 4, 2, 128), StepSeconds(1, 1, MEGATRONS)
 
@@ -130,7 +130,7 @@ def _unused() -> tuple[Any, ...]:
 def _whole_steps() -> None:
     from balancing.sequences import deal_whole
     from megatron.balanced.sequences.domain import Domain
-    from megatron.balanced.sequences.steps import WholeSteps
+    from megatron.balanced.sequences.micro_batch_schedule import WholeSteps
 
     def areas(indices: np.ndarray) -> np.ndarray:
         return (indices * 7919 % 101) ** 2
@@ -184,7 +184,7 @@ def _dealt_for_a_pipeline() -> float:
     from balancing.pipeline import MEGATRONS
     from balancing.sequences import AttentionShape
     from balancing.sequences.micro_batches import document_seconds
-    from megatron.balanced.sequences.steps import Steps, StepSeconds
+    from megatron.balanced.sequences.micro_batch_schedule import Steps, StepSeconds
 
     lengths = np.random.default_rng(0).integers(64, 1024, 160)
     cluster, shape = Cluster.preset("h200-8x400g").relabel(1, 4), AttentionShape(64, 4, 4, 2, 128)
@@ -302,7 +302,7 @@ def _examples() -> tuple[list[list[int]], list[list[tuple[int, int]]]]:
     from balancing.sequences.sequence_plan import SequencePlan, Shard
     from megatron.balanced.sequences.dataset import _Document, _packed_tokens, _places
     from megatron.balanced.sequences.domain import Domain
-    from megatron.balanced.sequences.steps import WholeSteps
+    from megatron.balanced.sequences.micro_batch_schedule import WholeSteps
 
     documents = [_Document(0, 0, 3), _Document(0, 3, 1), _Document(1, 0, 4)]
     shards = Shard(0, 0, 3, 0), Shard(2, 0, 1, 0), Shard(1, 0, 1, 1), Shard(2, 1, 4, 1)

@@ -7,7 +7,7 @@ import pytest
 
 from balancing.cluster import Cluster
 from balancing.sequences import AttentionShape
-from balancing.sequences.domain import WORTH, DomainChoice, DrawnSteps, choose_domain
+from balancing.sequences.domain_choice import WORTH, DomainChoice, DrawnSteps, choose_domain
 from benchmarks.sequences.lengths import DISTRIBUTIONS, draw_batch
 from tests.support.corpus import heavy_tailed, write_documents
 from tests.support.training import MOCK_DATA, MODEL, MOE

@@ -12,7 +12,7 @@ from balancing.sequences.engine.kernels import piece_ends
 from balancing.sequences.micro_batches import document_seconds, plan_micro_batches
 from balancing.sequences.plan import METHODS, plan_attention
 from balancing.sequences.planners.groups import deal_areas
-from balancing.sequences.planners.micro_batches import whole_costs
+from balancing.sequences.planners.micro_batch_packing import whole_costs
 from balancing.sequences.sequence_plan import MOST_TOKENS, zigzag_areas
 
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")  # of a NumPy number that wraps

@@ -16,7 +16,7 @@ from balancing.sequences import AttentionShape, MicroBatchPlan, deal_whole, plan
 from balancing.sequences.cost import tile_area
 from balancing.sequences.micro_batches import document_seconds
 from balancing.sequences.plan import plan_sequences
-from balancing.sequences.planners.micro_batches import hill_order
+from balancing.sequences.planners.micro_batch_packing import hill_order
 from balancing.sequences.planners.slopes import slope_targets
 from benchmarks.baselines import micro_batches as baselines
 from benchmarks.sequences.lengths import DISTRIBUTIONS, draw_batch

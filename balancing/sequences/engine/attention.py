@@ -21,7 +21,6 @@ import torch.distributed as dist
 
 from balancing.ranges import named
 from balancing.sequences.engine import merging
-from balancing.sequences.engine.call_rows import CallRows, MessageRows, rows_of, rows_on_device
 from balancing.sequences.engine.compiler import RankProgram
 from balancing.sequences.engine.kernel_choice import choose_kernel
 from balancing.sequences.engine.kernel_trial import AttentionHeads
@@ -37,6 +36,7 @@ from balancing.sequences.engine.program import (
     Start,
     TransferGroup,
 )
+from balancing.sequences.engine.row_indices import CallRows, MessageRows, rows_of, rows_on_device
 from balancing.sequences.engine.transport import Chain, Exchange, Pending, Statistics, Transport
 from balancing.sequences.sequence_plan import SequencePlan
 

@@ -30,9 +30,9 @@ import torch.distributed as dist
 from balancing.messages import connect, start_message
 from balancing.ranges import named
 from balancing.sequences.engine import merging
-from balancing.sequences.engine.call_rows import MessageRows, rows_of
 from balancing.sequences.engine.program import Messages, TransferGroup
 from balancing.sequences.engine.routing import Slice
+from balancing.sequences.engine.row_indices import MessageRows, rows_of
 from balancing.threads import start_thread
 
 __all__ = ["Chain", "Exchange", "Pending", "Statistics", "Transport"]

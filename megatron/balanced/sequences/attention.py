@@ -20,9 +20,9 @@ from megatron.core.utils import unwrap_model
 
 from balancing.sequences import SequenceAttention
 from balancing.sequences.engine.kernels import Kernel
+from megatron.balanced.sequences.mamba import DocumentOrder
 from megatron.balanced.sequences.planner import Programs
 from megatron.balanced.sequences.shape import layer_kind
-from megatron.balanced.sequences.states import DocumentOrder
 
 __all__ = [
     "BatchAttention",

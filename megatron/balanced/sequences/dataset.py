@@ -25,7 +25,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
 from balancing.sequences.plan import PlanCache
 from balancing.sequences.sequence_plan import SequencePlan, area_of_first
 from megatron.balanced.sequences.domain import Domain, Sample
-from megatron.balanced.sequences.steps import Steps, WholeSteps
+from megatron.balanced.sequences.micro_batch_schedule import Steps, WholeSteps
 
 __all__ = [
     "INTEGERS",

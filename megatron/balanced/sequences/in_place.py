@@ -22,7 +22,7 @@ from megatron.core.utils import unwrap_model
 
 from balancing.ranges import named
 from balancing.sequences.plan import PlanCache
-from balancing.sequences.planners.stay import Lengths
+from balancing.sequences.planners.minimal_reshard import Lengths
 from megatron.balanced.sequences.attention import BatchAttention
 from megatron.balanced.sequences.events import MicroBatch
 from megatron.balanced.sequences.latents import Latents, latents_of

@@ -1,7 +1,7 @@
 """Tokens that a plan places on ranks, in a loop that reads its data through the balancer (`--balance-sequences`).
 
 The data loader's worker plans each micro-batch (`dataset`) and reads the tokens of its rank. Documents of a step may
-also change their micro-batch (`steps`). `MovedTokens.next_batch` gives the loop a micro-batch whose attention,
+also change their micro-batch (`micro_batch_schedule`). `MovedTokens.next_batch` gives the loop a micro-batch whose attention,
 positions and losses follow the plan.
 """
 
@@ -31,11 +31,11 @@ from megatron.balanced.sequences.attention import BatchAttention, DocumentPositi
 from megatron.balanced.sequences.dataset import INTEGERS, PlannedBatch, PlannedDataset, Rows
 from megatron.balanced.sequences.domain import LossTokens
 from megatron.balanced.sequences.events import MicroBatch
+from megatron.balanced.sequences.mamba import DocumentOrder, document_rows
+from megatron.balanced.sequences.micro_batch_schedule import Steps, StepSeconds, WholeSteps
 from megatron.balanced.sequences.packed_messages import expect, expect_one_size
 from megatron.balanced.sequences.prediction import Prediction
 from megatron.balanced.sequences.router import tell_routers
-from megatron.balanced.sequences.states import DocumentOrder, document_rows
-from megatron.balanced.sequences.steps import Steps, StepSeconds, WholeSteps
 from megatron.balanced.sequences.tokens import Sharing, Tokens
 from megatron.balanced.shared.callbacks import trained
 from megatron.balanced.shared.job import Job

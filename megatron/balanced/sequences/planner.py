@@ -8,7 +8,7 @@ from balancing.sequences import AttentionShape, SequencePlan, plan_attention, pl
 from balancing.sequences.config import SequenceConfig
 from balancing.sequences.engine.compiler import RankProgram, compile_rank
 from balancing.sequences.engine.program import TokenBytes
-from balancing.sequences.planners.stay import Lengths, zigzag
+from balancing.sequences.planners.minimal_reshard import Lengths, zigzag
 from balancing.sequences.sequence_plan import layer_kinds
 
 __all__ = ["Planner", "Programs"]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from balancing.sequences.domain import DrawnSteps, choose_domain
+from balancing.sequences.domain_choice import DrawnSteps, choose_domain
 from megatron.balanced.shared.incompatible import IncompatibleError
 from megatron.balanced.trainer.checks.corpus import INDEX_HEAD_BYTES
 from megatron.balanced.trainer.checks.sequences import check_data_domain

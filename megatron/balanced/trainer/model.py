@@ -43,10 +43,10 @@ from megatron.balanced.local.mamba import ScannedMambaMixer
 from megatron.balanced.local.packed_attention import PackedDotProductAttention, PackedLatentDotProductAttention
 from megatron.balanced.sequences.attention import SequenceCoreAttention
 from megatron.balanced.sequences.latents import with_document_positions
+from megatron.balanced.sequences.mamba import with_whole_documents
 from megatron.balanced.sequences.prediction import PredictionLayer
 from megatron.balanced.sequences.router import PackedRouter, PlannedMoELayer, SampleRouter
 from megatron.balanced.sequences.shape import latent_shape
-from megatron.balanced.sequences.states import of_whole_documents
 from megatron.balanced.trainer.sequence_rules import packs_samples_of_losses, routes_by_sample
 
 __all__ = ["LayerSpecs", "SequenceParallelNorm", "model_config", "replaces_in_prediction"]
@@ -137,7 +137,7 @@ def _replacements(
     if sequences.enabled:
         fitting[_core_attention(args)] = SequenceCoreAttention
         fitting[MultiTokenPredictionLayer] = PredictionLayer
-        fitting[MambaMixer] = of_whole_documents(fitting.get(MambaMixer, MambaMixer))
+        fitting[MambaMixer] = with_whole_documents(fitting.get(MambaMixer, MambaMixer))
     elif args.transformer_impl == "local":
         packs, latent = args.sft or args.dataloader_inter_document_masking, args.multi_latent_attention
         if latent:

@@ -15,7 +15,7 @@ from balancing.sequences import (
     remap_traffic,
     step_cost,
 )
-from balancing.sequences.planners.stay import shed_tails, zigzag
+from balancing.sequences.planners.minimal_reshard import shed_tails, zigzag
 from tests.support.sequence_plans import nodes_of
 
 SHAPE = AttentionShape(hidden=4096, heads=32, kv_heads=8, layers=32, ffn_hidden=14336)

@@ -20,7 +20,7 @@ from balancing.pipeline import Schedule, simulate_schedule
 from balancing.sequences import AttentionShape, deal_whole, plan_micro_batches
 from balancing.sequences.micro_batches import document_seconds
 from balancing.sequences.planners.groups import deal_areas
-from balancing.sequences.planners.micro_batches import whole_costs
+from balancing.sequences.planners.micro_batch_packing import whole_costs
 from megatron.balanced.sequences.domain import Domain, Sample
 
 __all__ = ["Step", "StepSeconds", "Steps", "WholeSteps"]

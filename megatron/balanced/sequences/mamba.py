@@ -18,7 +18,7 @@ from megatron.core.ssm.mamba_context_parallel import MambaContextParallel, _all_
 
 from balancing.sequences.sequence_plan import SequencePlan
 
-__all__ = ["DocumentOrder", "document_rows", "of_whole_documents"]
+__all__ = ["DocumentOrder", "document_rows", "with_whole_documents"]
 
 
 @dataclass(frozen=True)
@@ -86,10 +86,10 @@ class _OfDocuments(MambaContextParallel):
         return _all_to_all_hp2cp(output, self.cp_group) if self.cp_size > 1 else output
 
 
-def of_whole_documents(mixer: type) -> type:
+def with_whole_documents(mixer: type) -> type:
     """A subclass of a class of Mamba mixers, whose layers get whole documents."""
 
-    class OfWholeDocuments(mixer):  # type: ignore[misc, valid-type]
+    class InWholeDocuments(mixer):  # type: ignore[misc, valid-type]
         def forward(
             self, hidden_states: torch.Tensor, *args: Any, packed_seq_params: PackedSeqParams | None = None, **rest: Any
         ) -> Any:
@@ -100,4 +100,4 @@ def of_whole_documents(mixer: type) -> type:
                 self.cp = _OfDocuments(order.process_group, **{name: getattr(self.cp, name) for name in kept})
             return super().forward(hidden_states, *args, packed_seq_params=packed_seq_params, **rest)
 
-    return OfWholeDocuments
+    return InWholeDocuments
