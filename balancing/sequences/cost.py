@@ -177,8 +177,8 @@ def _layers_cost(
     exposed = _exposed(plan, exchange, forward_compute, backward_compute)
     remap = 0.0
     if plan.remapped:
-        of_head = shape.head_size + shape.value_size
-        numbers = (shape.heads + shape.kv_heads) * of_head  # q, k and v to attention; its output back
+        head_elements = shape.head_size + shape.value_size
+        numbers = (shape.heads + shape.kv_heads) * head_elements  # q, k and v to attention; its output back
         remap = traffic_seconds(remap_traffic(plan), numbers * _BYTES, cluster, routed)  # backward takes as long
     return StepCost(
         attention=layers * (attention + projection),

@@ -101,7 +101,7 @@ def choose_domain(
         nodes = 1
     narrow = domain.relabel(nodes, planned // nodes)
 
-    def of_step(cluster: Cluster, batches: int, work: float) -> float:
+    def step_seconds(cluster: Cluster, batches: int, work: float) -> float:
         device, host = beside_work(cluster, batches)
         return max(work + micro_batches * device, micro_batches * host)
 
@@ -109,8 +109,8 @@ def choose_domain(
     size = groups, micro_batches, min(steps.waiting, data_ranks), steps.micro_batch_size
     trials = max(1, min(_TRIALS, _MOST_DRAWN // int(np.prod(size))))
     slowest = np.mean([generator.choice(alone, size).sum(3).max(2).sum(1).max() for _ in range(trials)])
-    context_seconds = of_step(context, _PLANNED["context"], float(slowest))
-    data_seconds = of_step(narrow, _PLANNED["data"], float(alone.mean()) * steps.micro_batch_size * micro_batches)
+    context_seconds = step_seconds(context, _PLANNED["context"], float(slowest))
+    data_seconds = step_seconds(narrow, _PLANNED["data"], float(alone.mean()) * steps.micro_batch_size * micro_batches)
     worth = data_seconds <= (1 - WORTH) * context_seconds
     return DomainChoice("data" if worth else "context", context_seconds, data_seconds)
 

@@ -234,8 +234,8 @@ def _quickest(plans: Sequence[SequencePlan], cluster: Cluster, shape: AttentionS
     then the one that takes the device least."""
 
     def cost(plan: SequencePlan) -> tuple[float, float]:
-        found = step_cost(plan, cluster, shape)
-        return found.total, found.device if cluster.rates is not None else 0.0
+        seconds = step_cost(plan, cluster, shape)
+        return seconds.total, seconds.device if cluster.rates is not None else 0.0
 
     return min(plans, key=cost) if len(plans) > 1 else plans[0]
 

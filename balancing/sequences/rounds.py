@@ -163,8 +163,8 @@ def what_is_asked(plan: SequencePlan, cluster: Cluster, moved: LinkTokens, turn_
     messages = 2 * rings + turns
     calls = 1 + rounds + (rings > 0)
     launches = [
-        calls + of_pass + of_ring * rings + of_turn * turns
-        for of_pass, of_ring, of_turn in zip(_PASS, _RING, _TURN, strict=True)
+        calls + per_pass + per_ring * rings + per_turn * turns
+        for per_pass, per_ring, per_turn in zip(_PASS, _RING, _TURN, strict=True)
     ]
     if plan.sees_all:
         launches[0] += rounds  # merges

@@ -268,18 +268,18 @@ class SequencePlan:
 
     @cached_property
     def _by_rank(self) -> tuple[tuple[tuple[Shard, ...], ...], ...]:
-        found: list[list[list[Shard]]] = [[[] for _ in range(self.ranks)] for _ in range(2)]
+        layouts: list[list[list[Shard]]] = [[[] for _ in range(self.ranks)] for _ in range(2)]
         for kind, shards in enumerate((self.attention, self.linear)):
             for shard in shards:
-                found[kind][shard.rank].append(shard)
-        return tuple(tuple(tuple(of_rank) for of_rank in kind) for kind in found)
+                layouts[kind][shard.rank].append(shard)
+        return tuple(tuple(tuple(own) for own in kind) for kind in layouts)
 
     @cached_property
     def _rings(self) -> tuple[tuple[int, ...], ...]:
-        found: list[set[int]] = [set() for _ in self.lengths]
+        holders: list[set[int]] = [set() for _ in self.lengths]
         for shard in self.attention:
-            found[shard.sequence].add(shard.rank)
-        return tuple(tuple(sorted(ranks)) for ranks in found)
+            holders[shard.sequence].add(shard.rank)
+        return tuple(tuple(sorted(ranks)) for ranks in holders)
 
 
 def columns(shards: Sequence[Shard]) -> np.ndarray:
@@ -289,20 +289,20 @@ def columns(shards: Sequence[Shard]) -> np.ndarray:
 
 def by_sequence(shards: Iterable[Shard]) -> Mapping[int, list[Shard]]:
     """The shards of each sequence, sorted by position."""
-    found: dict[int, list[Shard]] = defaultdict(list)
+    sorted_shards: dict[int, list[Shard]] = defaultdict(list)
     for shard in sorted(shards):
-        found[shard.sequence].append(shard)
-    return found
+        sorted_shards[shard.sequence].append(shard)
+    return sorted_shards
 
 
 def same_exchange(shards: Sequence[Shard], lengths: Sequence[int], shared: KVExchange) -> tuple[KVExchange, ...]:
     """`shared` for every sequence that lies on several ranks, "local" for the others."""
     holder: dict[int, int] = {}
-    found: list[KVExchange] = ["local"] * len(lengths)
+    exchange: list[KVExchange] = ["local"] * len(lengths)
     for shard in shards:
         if holder.setdefault(shard.sequence, shard.rank) != shard.rank:
-            found[shard.sequence] = shared
-    return tuple(found)
+            exchange[shard.sequence] = shared
+    return tuple(exchange)
 
 
 def runs_of(shards: Iterable[Shard]) -> list[Range]:
@@ -312,13 +312,13 @@ def runs_of(shards: Iterable[Shard]) -> list[Range]:
 
 def join_adjacent(ranges: Iterable[Range]) -> list[Range]:
     """The ranges in their order; a range that starts where the one before it ends is merged with it."""
-    found: list[Range] = []
+    joined: list[Range] = []
     for start, stop in ranges:
-        if found and found[-1][1] == start:
-            found[-1] = (found[-1][0], stop)
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
         else:
-            found.append((start, stop))
-    return found
+            joined.append((start, stop))
+    return joined
 
 
 def _check_layout(name: str, table: np.ndarray, lengths: Sequence[int], ranks: int) -> None:
@@ -337,11 +337,11 @@ def _check_layout(name: str, table: np.ndarray, lengths: Sequence[int], ranks: i
             f"the {name} layout of sequence {sequence[at]} has a shard of tokens {start[at]} to {stop[at]}, where "
             f"token {expected[at]} comes next"
         )
-    found = np.zeros(len(lengths), dtype=np.int64)
-    np.maximum.at(found, sequence, stop)
-    if (wrong := np.flatnonzero(found != lengths)).size:
+    held = np.zeros(len(lengths), dtype=np.int64)
+    np.maximum.at(held, sequence, stop)
+    if (wrong := np.flatnonzero(held != lengths)).size:
         at = wrong[0]
-        raise ValueError(f"the {name} layout holds {found[at]} of the {lengths[at]} tokens of sequence {at}")
+        raise ValueError(f"the {name} layout holds {held[at]} of the {lengths[at]} tokens of sequence {at}")
 
 
 # Layers with a sliding window.
@@ -398,12 +398,12 @@ def reaches(plan: SequencePlan) -> list[Reach]:
     """
     assert plan.window is not None
     spread = {number for number in range(len(plan.lengths)) if len(plan.ring(number)) > 1}
-    found = []
+    reached = []
     for sequence, shards in by_sequence(shard for shard in plan.attention if shard.sequence in spread).items():
         for begin, stop, rank in sorted(_reach_of_ranks(shards, plan.window)):
             holders = tuple(s for s in shards if s.start < stop and s.stop > begin and s.rank != rank)
-            found.append(Reach(sequence, begin, stop, rank, holders))
-    return found
+            reached.append(Reach(sequence, begin, stop, rank, holders))
+    return reached
 
 
 def keys_before_runs(runs: Sequence[tuple[int, int]], window: int) -> Iterator[tuple[int, int]]:

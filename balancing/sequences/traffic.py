@@ -106,13 +106,13 @@ def _plan_traffic(plan: SequencePlan, *, in_step: bool) -> tuple[TokenTraffic, _
         on_rings = _on_rings(plan.table[how == "ring"], plan.lengths, in_step)
         return on_rings, _gathered(plan.table[how == "gather"], plan.lengths)
     offset = np.cumsum([0, *plan.lengths]).tolist()
-    found = [
+    transfers = [
         (shard.rank, reach.rank, min(shard.stop, reach.stop) - begin, offset[reach.sequence] + begin)
         for reach in reaches(plan)
         for shard in reach.holders
         for begin in (max(shard.start, reach.begin),)
     ]
-    *columns_of_traffic, begin = np.array(found, dtype=np.int64).reshape(-1, 4).T
+    *columns_of_traffic, begin = np.array(transfers, dtype=np.int64).reshape(-1, 4).T
     nothing = np.zeros(0, dtype=np.int64)
     return TokenTraffic(nothing, nothing, nothing), _Gathered(TokenTraffic(*columns_of_traffic), begin)
 
@@ -141,8 +141,8 @@ def _links(on_rings: TokenTraffic, gathered: _Gathered, cluster: Cluster, level:
         copied = np.maximum(needed_far - received, 0)
         # Shares are whole tiles. What a rank needs beyond its share enters through other ranks.
         copies |= (needed_far > np.ceil(received / TILE) * TILE).reshape(-1, per_node).any(1)
-    of_node = copied.reshape(-1, per_node).sum(1)
-    near += np.stack([np.repeat(of_node / per_node, per_node), copied])
+    node_copies = copied.reshape(-1, per_node).sum(1)
+    near += np.stack([np.repeat(node_copies / per_node, per_node), copied])
     far += np.stack([_sum(source[order], new, ranks), received])
     return LinkTokens(near, far, needed, np.repeat(copies, per_node))
 

@@ -256,7 +256,7 @@ def _compile(plan: SequencePlan, cluster: Cluster, shape: AttentionShape) -> Non
     """Compile a plan for one rank: its routes and its program."""
     token_bytes = TokenBytes.of(heads=shape.heads, kv_heads=shape.kv_heads, head_size=shape.head_size, item_bytes=2)
     rank = plan.ranks // 2
-    slices = routes(plan, rank, cluster, token_bytes.of_group)
+    slices = routes(plan, rank, cluster, token_bytes.row_bytes)
     make_program(plan, rank, cluster, relays=[group for group in slices if group.kind not in LAYOUT_CHANGES])
 
 

@@ -220,9 +220,11 @@ class AttentionCall:
         self.statistics.remap_intra_bytes += number * near
         self.statistics.remap_inter_bytes += number * far
         self.statistics.wait(self.transport.start(exchange, before, after, before.dtype))
-        found = after.split([part.shape[1] for part in joined], 1)
+        after_parts = after.split([part.shape[1] for part in joined], 1)
         return (
-            tuple(one.unflatten(1, part.shape[1:]) for one, part in zip(found, parts, strict=True)) if flat else found
+            tuple(one.unflatten(1, part.shape[1:]) for one, part in zip(after_parts, parts, strict=True))
+            if flat
+            else after_parts
         )
 
 
@@ -234,10 +236,10 @@ def prepare_exchanges(
     changes = ((TO_ATTENTION, program.to_attention), (TO_LINEAR, program.to_linear))
     groups = own.messages | {group: messages for group, messages in changes if messages is not None}
     collective = transport.in_order or not own.chained
-    found = {}
+    exchanges = {}
     for group, messages in groups.items():
         together = program.remapped if group in (TO_ATTENTION, TO_LINEAR) else group.kind in ("gather", "return")
-        found[group] = transport.prepare(
+        exchanges[group] = transport.prepare(
             messages,
             rows[group],
             program.routes.get(group),
@@ -247,7 +249,7 @@ def prepare_exchanges(
             alone=not program.remapped and group in (TO_ATTENTION, TO_LINEAR),
             wide=group.kind == "ring return",
         )
-    return found
+    return exchanges
 
 
 def _tag(transfer_group: TransferGroup) -> int:
@@ -296,24 +298,24 @@ class _Attention(torch.autograd.Function):
         q, out, logsumexp, sink, *saved = ctx.saved_tensors
         grad = grad.contiguous() if to_attention is None else call.change_layout(to_attention, grad)[0]
         if program.rows > program.tokens:  # the last saved tensor is sent and needs rows for received tokens
-            of_rank, saved[-1] = saved[-1], saved[-1].new_empty(program.rows, *saved[-1].shape[1:])
-            saved[-1][: program.tokens] = of_rank
+            own_rows, saved[-1] = saved[-1], saved[-1].new_empty(program.rows, *saved[-1].shape[1:])
+            saved[-1][: program.tokens] = own_rows
         kv, travelling = saved if len(saved) > 1 else (saved[0], None)
         backward = _Backward(call, grad, q, kv, travelling, ctx.projection, out, logsumexp)
         dq, dkv = backward.result()
         dkv = dkv[: program.tokens]
-        of_weight, of_latents = None, []
+        dweight, dlatents = None, []
         if ctx.projection is not None:
             size, came = ctx.projection.weight.shape[1], backward.dsent[: program.tokens]
             _shared(dkv[..., : q.shape[2]], ctx.projection).add_(came[..., size:])
-            of_latents = [came[..., :size].to(q.dtype)]
-            of_weight = backward.dweight.to(ctx.projection.weight.dtype)
-        gradients = [dq.to(q.dtype), *_halves(dkv.to(q.dtype), q), *of_latents]
-        of_sink = sink_gradient(grad, out, logsumexp, sink) if ctx.needs_input_grad[3] else None
+            dlatents = [came[..., :size].to(q.dtype)]
+            dweight = backward.dweight.to(ctx.projection.weight.dtype)
+        gradients = [dq.to(q.dtype), *_halves(dkv.to(q.dtype), q), *dlatents]
+        dsink = sink_gradient(grad, out, logsumexp, sink) if ctx.needs_input_grad[3] else None
         if to_linear is not None:
             gradients = list(call.change_layout(to_linear, *gradients))
-        of_latent = gradients.pop().squeeze(1) if of_latents else None
-        return (*gradients, of_sink, of_latent, of_weight, None)
+        dlatent = gradients.pop().squeeze(1) if dlatents else None
+        return (*gradients, dsink, dlatent, dweight, None)
 
 
 class _Pass:
@@ -363,7 +365,7 @@ class _Pass:
             return projection.project(rows_of(self.sent, rows.keys))
         return _halves(rows_of(self.kv, rows.keys), self.q)
 
-    def of_queries(self, rows: CallRows) -> tuple[torch.Tensor, ...]:
+    def query_rows(self, rows: CallRows) -> tuple[torch.Tensor, ...]:
         """The tensors of a call's queries. They are kept, since consecutive rounds mostly have the same queries."""
         if isinstance(rows.queries, slice):
             return self.take(rows.queries)
@@ -382,9 +384,9 @@ class _Forward(_Pass):
     def result(self, sink: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         q, program = self.q, self.call.rank_program.program
         self.merge = merging.choose_merge(q.device)
-        self.of_out = self.dtype if program.merges else q.dtype  # type of the output until the last merge
+        self.out_dtype = self.dtype if program.merges else q.dtype  # type of the output until the last merge
         if not program.in_one_call:
-            self.out = q.new_empty(*q.shape[:2], self.kv.shape[2] - q.shape[2], dtype=self.of_out)
+            self.out = q.new_empty(*q.shape[:2], self.kv.shape[2] - q.shape[2], dtype=self.out_dtype)
             self.logsumexp = q.new_empty(q.shape[1], q.shape[0], dtype=self.dtype)
         self.steps(program.forward)
         if sink is not None:
@@ -398,14 +400,14 @@ class _Forward(_Pass):
         if step.call is None:
             return
         rows = self.call.calls[step.call]
-        (q,) = self.of_queries(rows)
+        (q,) = self.query_rows(rows)
         out, logsumexp = self.call.kernel.forward(q, *self.keys(step.call, rows), rows.pieces, self.call.scale)
         if rows.merges:
             self.merge(self.out, self.logsumexp, out, logsumexp, rows.queries)
         elif len(out) == len(self.q):
-            self.out, self.logsumexp = out.to(self.of_out), logsumexp.contiguous()  # merged into in place
+            self.out, self.logsumexp = out.to(self.out_dtype), logsumexp.contiguous()  # merged into in place
         else:
-            self.out[rows.queries], self.logsumexp[:, rows.queries] = out.to(self.of_out), logsumexp
+            self.out[rows.queries], self.logsumexp[:, rows.queries] = out.to(self.out_dtype), logsumexp
 
 
 class _Backward(_Pass):
@@ -451,7 +453,7 @@ class _Backward(_Pass):
         if step.call is None:
             return
         rows = self.call.calls[step.call]
-        grad, q, out, logsumexp = self.of_queries(rows)
+        grad, q, out, logsumexp = self.query_rows(rows)
         keys = self.keys(step.call, rows)
         dq, dk, dv = self.call.kernel.backward(grad, q, *keys, out, logsumexp, rows.pieces, self.call.scale)
         if self.in_one_call:
@@ -462,18 +464,18 @@ class _Backward(_Pass):
         total = self.dkv
         if (projection := self.projects(step.call)) is not None:
             latents = rows_of(self.sent, rows.keys)
-            of_latents, of_weight = projection.gradients(latents, dk, dv, self.dtype)
-            self.dweight += of_weight
-            parts, total = (of_latents,), self.dsent
+            dlatents, dweight = projection.gradients(latents, dk, dv, self.dtype)
+            self.dweight += dweight
+            parts, total = (dlatents,), self.dsent
         self.add(total, rows.added, parts, rows.terms)
 
 
 def _workspace(rows: int, *parts: torch.Tensor) -> torch.Tensor:
     """[row, heads, sizes of the parts together], of which the first rows hold the parts side by side."""
     tokens, heads = parts[0].shape[:2]
-    found = parts[0].new_empty(rows, heads, sum(part.shape[2] for part in parts))
-    torch.cat(parts, 2, out=found[:tokens])
-    return found
+    workspace = parts[0].new_empty(rows, heads, sum(part.shape[2] for part in parts))
+    torch.cat(parts, 2, out=workspace[:tokens])
+    return workspace
 
 
 def _shared(k: torch.Tensor, projection: Projection) -> torch.Tensor:

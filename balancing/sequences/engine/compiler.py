@@ -114,7 +114,7 @@ def compile_rank(
             remap_bytes=token_bytes.qkv + token_bytes.out,
             flops_of_pair=token_bytes.pair_flops,
         ):
-            slices = routes(plan, rank, cluster, token_bytes.of_group, routing, turn_tokens=turns)
+            slices = routes(plan, rank, cluster, token_bytes.row_bytes, routing, turn_tokens=turns)
     relays = [group for group, own in slices.items() if own and group.kind not in LAYOUT_CHANGES]
     waits = token_bytes is None or not token_bytes.latents
     program = make_program(plan, rank, cluster, relays=relays, turn_tokens=turns, waits=waits)
@@ -272,13 +272,13 @@ class _Builder:
 
     def _receive(self) -> tuple[list[Transfer], bool]:
         """Transfers of keys from and to the rank, with rows for what it receives, and whether any rank sends copies."""
-        found = gathering(self.plan, self.node, self.turn_tokens)
-        for one in found.transfers:  # all ranks take part in all groups
+        gathered = gathering(self.plan, self.node, self.turn_tokens)
+        for one in gathered.transfers:  # all ranks take part in all groups
             self.messages[TransferGroup("gather", one.inter, one.round)] = Messages((), ())
             self.messages[TransferGroup("return", one.inter, one.back)] = Messages((), (), adds=True)
         # Both ends of a message list its transfers in this order, and received rows lie in the order of peers.
         own = sorted(
-            (one for one in found.transfers if self.rank in (one.source, one.target)),
+            (one for one in gathered.transfers if self.rank in (one.source, one.target)),
             key=lambda one: (one.inter, one.round, one.source, one.sequence, one.begin),
         )
         for one in own:
@@ -286,20 +286,20 @@ class _Builder:
                 self.came[one.sequence, one.begin] = self.rows
                 self.rows += one.stop - one.begin
         self._gather_messages(own)
-        return own, found.copies
+        return own, gathered.copies
 
     def _waiting(self, transfers: Sequence[Transfer]) -> set[int]:
         """Sequences whose queries wait for all of their keys, since these come in one turn that is too short to compute
         anything meanwhile: a call and a merge would take longer."""
-        found: set[int] = set()
+        waiting: set[int] = set()
         for inter in (True, False):
             coming = [
                 one for one in transfers if one.target == self.rank and one.turn is not None and one.inter == inter
             ]
             tokens = sum(one.stop - one.begin for one in coming)
             if self.waits and len({one.turn for one in coming}) == 1 and tokens < self.turn_tokens[inter]:
-                found |= {one.sequence for one in coming}
-        return found
+                waiting |= {one.sequence for one in coming}
+        return waiting
 
     def _gather(self, transfers: Sequence[Transfer], waiting: Collection[int]) -> None:
         """Make tasks of gathered keys. waiting: sequences whose queries wait for all of their keys."""

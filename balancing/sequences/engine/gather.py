@@ -109,14 +109,17 @@ def _in_turns(plan: SequencePlan, node: Sequence[int], turn_tokens: TurnTokens) 
             first.setdefault(node[shard.rank], shard.start)
             by_rank[shard.rank].append(shard)
         lengths[sequence] = {}
-        for rank, of_rank in by_rank.items():
-            length = runs_of(of_rank)[-1][0]
+        for rank, own in by_rank.items():
+            length = runs_of(own)[-1][0]
             inter = any(other != node[rank] and token < length for other, token in first.items())
             lengths[sequence][rank] = inter, length
-            of_sequence = total[inter, node[rank] if inter else rank]
-            of_sequence[sequence] = max(of_sequence[sequence], length)
+            longest = total[inter, node[rank] if inter else rank]
+            longest[sequence] = max(longest[sequence], length)
     members = [node.count(number) for number in range(max(node) + 1)]
-    tokens = {key: sum(found.values()) // (members[key[1]] if key[0] else 1) for key, found in total.items()}
+    tokens = {
+        key: sum(by_sequence_tokens.values()) // (members[key[1]] if key[0] else 1)
+        for key, by_sequence_tokens in total.items()
+    }
     turns = {key: int(number_of_turns(tokens[key], turn_tokens[key[0]])) for key in total}
     turns_of_inter = max((number for (inter, _), number in turns.items() if inter), default=1)
     pieces, number_of_shard = [], 0
@@ -131,8 +134,8 @@ def _in_turns(plan: SequencePlan, node: Sequence[int], turn_tokens: TurnTokens) 
                 for turn, (begin, stop) in enumerate(_slices(shard.tokens, number, number_of_shard * _PHASE % TILE)):
                     if begin < stop:
                         tokens_of = sequence, shard.start + begin, shard.start + stop, shard.rank
-                        of_node = which if inter else node[which]
-                        pieces.append(_Piece(inter, turn, of_node, tuple(sorted(ranks)), *tokens_of))
+                        needing = which if inter else node[which]
+                        pieces.append(_Piece(inter, turn, needing, tuple(sorted(ranks)), *tokens_of))
             number_of_shard += 1
     return sorted(pieces)
 
@@ -151,16 +154,16 @@ def _slices(tokens: int, number: int, phase: int) -> Iterator[Range]:
 
 def _in_reach(plan: SequencePlan, node: Sequence[int]) -> list[_Piece]:
     """Tokens that ranks need of each shard if queries see only near keys, all in one turn."""
-    found = reaches(plan)
+    reached = reaches(plan)
     inter = {
         (reach.sequence, reach.rank)
-        for reach in found
+        for reach in reached
         if any(node[shard.rank] != node[reach.rank] for shard in reach.holders)
     }
     together: dict[tuple[int, bool, int], list[tuple[int, int, int]]] = defaultdict(list)
-    for sequence, begin, stop, rank, _ in found:
+    for sequence, begin, stop, rank, _ in reached:
         together[sequence, (sequence, rank) in inter, node[rank]].append((begin, stop, rank))
-    shards = by_sequence(shard for shard in plan.attention if shard.sequence in {reach.sequence for reach in found})
+    shards = by_sequence(shard for shard in plan.attention if shard.sequence in {reach.sequence for reach in reached})
     return sorted(
         _Piece(far, 0, number, ranks, sequence, begin, stop, holder)
         for (sequence, far, number), ranges in together.items()
@@ -187,10 +190,10 @@ def _entering(pieces: Iterable[_Piece], node: Sequence[int], *, level: bool) -> 
         if node[piece.holder] != piece.node:
             together[piece.turn, piece.node].append(piece)
     receivers: dict[int, _Receivers] = {}
-    for (_, number), of_turn in sorted(together.items()):
+    for (_, number), arriving in sorted(together.items()):
         if number not in receivers:
             receivers[number] = _Receivers([rank for rank, its in enumerate(node) if its == number], level)
-        yield from receivers[number].divide(of_turn)
+        yield from receivers[number].divide(arriving)
 
 
 class _Receivers:

@@ -96,8 +96,8 @@ def refusal(kernel: Kernel, backward: bool, q: torch.Tensor, k: torch.Tensor, v:
 
     backward: the direction. A kernel that knows has a method `refusal` with the other arguments of this function.
     """
-    of_kernel = getattr(kernel, "refusal", None)
-    return "" if of_kernel is None else of_kernel(backward, q, k, v, pieces)
+    refuse = getattr(kernel, "refusal", None)
+    return "" if refuse is None else refuse(backward, q, k, v, pieces)
 
 
 def too_large(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:

@@ -37,24 +37,24 @@ class Projection(NamedTuple):
         """Keys [row, heads, head_size] and values [row, heads, value_size] of rows [row, 1, latent + shared]."""
         latent, shared = self._split(rows)
         projected = (latent @ self.weight.t()).view(len(rows), self.heads, self.weight.shape[0] // self.heads)
-        of_head = self.head_size - self.shared
-        keys = torch.cat((projected[..., :of_head], shared[:, None].expand(-1, self.heads, -1)), 2)
-        return keys, projected[..., of_head:]
+        projected_size = self.head_size - self.shared
+        keys = torch.cat((projected[..., :projected_size], shared[:, None].expand(-1, self.heads, -1)), 2)
+        return keys, projected[..., projected_size:]
 
     def gradients(
-        self, rows: torch.Tensor, of_keys: torch.Tensor, of_values: torch.Tensor, dtype: torch.dtype
+        self, rows: torch.Tensor, dkeys: torch.Tensor, dvalues: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Gradients of the rows and of the weight, in `dtype`.
 
         rows: as in `project`.
-        of_keys, of_values: gradients of the results of `project`.
+        dkeys, dvalues: gradients of the results of `project`.
         """
         latent, _ = self._split(rows)
-        of_head = self.head_size - self.shared
-        projected = torch.cat((of_keys[..., :of_head], of_values), 2).flatten(1)
-        of_shared = of_keys[..., of_head:].sum(1, dtype=dtype)
-        of_rows = torch.cat(((projected @ self.weight).to(dtype), of_shared), 1)
-        return of_rows[:, None], (projected.t() @ latent).to(dtype)
+        projected_size = self.head_size - self.shared
+        projected = torch.cat((dkeys[..., :projected_size], dvalues), 2).flatten(1)
+        dshared = dkeys[..., projected_size:].sum(1, dtype=dtype)
+        drows = torch.cat(((projected @ self.weight).to(dtype), dshared), 1)
+        return drows[:, None], (projected.t() @ latent).to(dtype)
 
     def _split(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         size = self.weight.shape[1]
@@ -77,10 +77,10 @@ def shared_size(k: torch.Tensor, v: torch.Tensor, weight: torch.Tensor, latent: 
 
 def is_received(program: Program) -> tuple[bool, ...]:
     """[call], whether the keys of the call are of other ranks. Raises ValueError for a call with own and other keys."""
-    found = []
+    calls = []
     for call in program.calls:
         received = {start >= program.tokens for start, _ in call.keys}
         if len(received) > 1:
             raise ValueError("latents cannot be sent with a sliding window: a call has own and received keys")
-        found.append(received.pop())
-    return tuple(found)
+        calls.append(received.pop())
+    return tuple(calls)

@@ -108,7 +108,7 @@ class TokenBytes(NamedTuple):
         queries, out = heads * head_size * item_bytes, heads * values * item_bytes
         return cls(kv, queries + kv, out, pair_flops(heads, head_size, values))
 
-    def of_group(self, transfer_group: TransferGroup) -> int:
+    def row_bytes(self, transfer_group: TransferGroup) -> int:
         """Bytes of one row of a transfer group. For changes of layout, bytes of the forward pass."""
         return {"to attention": self.qkv, "to linear": self.out}.get(transfer_group.kind, self.kv)
 
@@ -304,12 +304,12 @@ def in_calls(
     numbers: dict[tuple[Task, ...], int] = {}
     numbered = []
     for steps in passes:
-        found: list[ProgramStep] = []
+        own: list[ProgramStep] = []
         for step in steps:
             if isinstance(step, Compute) and step.tasks:
                 step = step._replace(call=numbers.setdefault(step.tasks, len(numbers)))
-            found.append(step)
-        numbered.append(tuple(found))
+            own.append(step)
+        numbered.append(tuple(own))
     return tuple(map(_call, numbers)), numbered
 
 
@@ -336,7 +336,7 @@ def _overlaps(shards: Sequence[Shard], other_layout: Mapping[int, list[Shard]]) 
     for shard in shards:
         first[shard[:2]] = row
         row += shard.tokens
-    starts = {sequence: [shard.start for shard in found] for sequence, found in other_layout.items()}
+    starts = {sequence: [shard.start for shard in shards_there] for sequence, shards_there in other_layout.items()}
     rows: dict[int, list[Rows]] = defaultdict(list)
     for shard in sorted(shards):
         sequence, start, stop, _ = shard

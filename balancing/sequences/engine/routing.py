@@ -34,7 +34,7 @@ _HOP_SECONDS = 20e-6  # latency of one hop; slices do not help a transfer that i
 _SLICES = (1, 2, 4, 8)
 _MOST_MESSAGES = 8  # for each NIC; more messages are spread well enough without routing
 Routing = str | int  # "auto", "off", or a number of proxies
-_Found = dict[TransferGroup, list[TokenTraffic]]
+_Flows = dict[TransferGroup, list[TokenTraffic]]
 
 
 class Part(NamedTuple):
@@ -102,7 +102,7 @@ class Route:
         rows = np.bincount(which, moved.tokens[here]).astype(np.int64)
         if numbered is None:
             numbered = np.unique(_pairs(moved, self.cluster))
-        found = []
+        slices = []
         for pair, number, count in zip(pairs.tolist(), np.searchsorted(numbered, pairs).tolist(), rows, strict=True):
             for index, (flow, start, stop, path) in enumerate(self.parts(divmod(pair, ranks), int(count))):
                 if rank in path:
@@ -110,8 +110,8 @@ class Route:
                     for turn in range(self.slices):
                         begin, end = (start + (stop - start) * cut // self.slices for cut in (turn, turn + 1))
                         if begin < end:
-                            found.append(Slice(first + turn, flow, begin, end, path, turn))
-        return sorted(found, key=lambda piece: (piece.turn + piece.path.index(rank), piece.number))
+                            slices.append(Slice(first + turn, flow, begin, end, path, turn))
+        return sorted(slices, key=lambda piece: (piece.turn + piece.path.index(rank), piece.number))
 
 
 def routes(
@@ -138,15 +138,15 @@ def routes(
     kinds: dict[str, dict[TransferGroup, TokenTraffic]] = defaultdict(dict)
     for transfer_group, moved in internode_traffic(plan, cluster, turn_tokens).items():
         kinds[transfer_group.kind][transfer_group] = moved
-    found: dict[TransferGroup, list[Slice]] = {}
+    slices: dict[TransferGroup, list[Slice]] = {}
     for groups in kinds.values():
         busiest = max(groups, key=lambda transfer_group: int(groups[transfer_group].tokens.sum()))
         chosen = route(groups[busiest], row_bytes(busiest), cluster, routing)
         if chosen.proxies == 1:
             continue
         numbered = np.unique(np.concatenate([_pairs(moved, cluster) for moved in groups.values()]))
-        found |= {transfer_group: chosen.of(rank, moved, numbered) for transfer_group, moved in groups.items()}
-    return found
+        slices |= {transfer_group: chosen.of(rank, moved, numbered) for transfer_group, moved in groups.items()}
+    return slices
 
 
 def route(moved: TokenTraffic, row_bytes: int, cluster: Cluster, routing: Routing = "auto") -> Route:
@@ -227,15 +227,15 @@ def _columns(cluster: Cluster, number: int) -> list[int]:
 def _relays(cluster: Cluster) -> np.ndarray:
     """int64 [rank, NIC], a rank of the same node that uses this NIC; the rank's own NIC comes first."""
     size, nic = cluster.ranks_per_node, first_nics(cluster).tolist()
-    found = []
+    relays = []
     for rank in range(cluster.world_size):
         first = rank - rank % size
         by_nic: dict[int, int] = {}
         for step in range(size):
             other = first + (rank - first + step) % size
             by_nic.setdefault(nic[other], other)
-        found.append(list(by_nic.values()))
-    return np.array(found)
+        relays.append(list(by_nic.values()))
+    return np.array(relays)
 
 
 def internode_traffic(
@@ -248,20 +248,20 @@ def internode_traffic(
     Every rank computes this for all ranks, since the load of a NIC depends on the messages of all ranks.
     """
     node = np.arange(plan.ranks) // cluster.ranks_per_node
-    found: _Found = defaultdict(list)
+    flows: _Flows = defaultdict(list)
     for sequence, shards in by_sequence(plan.attention).items():
         if plan.exchange[sequence] == "ring":
-            _ring_flows(found, plan.ring(sequence), shards, node)
-    _gather_flows(found, plan, node, turn_tokens)
+            _ring_flows(flows, plan.ring(sequence), shards, node)
+    _gather_flows(flows, plan, node, turn_tokens)
     if plan.remapped:
         to_attention = remap_traffic(plan)
-        found[TransferGroup("to attention", True)].append(to_attention)
-        found[TransferGroup("to linear", True)].append(
+        flows[TransferGroup("to attention", True)].append(to_attention)
+        flows[TransferGroup("to linear", True)].append(
             TokenTraffic(to_attention.target, to_attention.source, to_attention.tokens)
         )
     return {
         transfer_group: moved
-        for transfer_group, parts in found.items()
+        for transfer_group, parts in flows.items()
         if len((moved := _between_nodes(TokenTraffic(*map(np.concatenate, zip(*parts, strict=True))), cluster)).tokens)
     }
 
@@ -271,7 +271,7 @@ def _between_nodes(moved: TokenTraffic, cluster: Cluster) -> TokenTraffic:
     return TokenTraffic(moved.source[crosses], moved.target[crosses], moved.tokens[crosses])
 
 
-def _ring_flows(found: _Found, ring: Sequence[int], shards: Sequence[Shard], node: np.ndarray) -> None:
+def _ring_flows(flows: _Flows, ring: Sequence[int], shards: Sequence[Shard], node: np.ndarray) -> None:
     """Add the traffic of a ring: in round t a rank passes on the block of the rank t - 1 places before it, and gradient
     sums follow a round later."""
     source = np.array(ring)
@@ -283,11 +283,11 @@ def _ring_flows(found: _Found, ring: Sequence[int], shards: Sequence[Shard], nod
     tokens = np.bincount(rank, stop - start, int(source.max()) + 1).astype(np.int64)[source]
     for turn in range(1, len(ring)):
         handed, summed = (tokens[(edge - back) % len(ring)] for back in (turn - 1, turn))
-        found[TransferGroup("ring", True, turn)].append(TokenTraffic(source[edge], target[edge], handed))
-        found[TransferGroup("ring return", True, turn + 1)].append(TokenTraffic(source[edge], target[edge], summed))
+        flows[TransferGroup("ring", True, turn)].append(TokenTraffic(source[edge], target[edge], handed))
+        flows[TransferGroup("ring return", True, turn + 1)].append(TokenTraffic(source[edge], target[edge], summed))
 
 
-def _gather_flows(found: _Found, plan: SequencePlan, node: np.ndarray, turn_tokens: TurnTokens) -> None:
+def _gather_flows(flows: _Flows, plan: SequencePlan, node: np.ndarray, turn_tokens: TurnTokens) -> None:
     moved: dict[TransferGroup, list[tuple[int, int, int]]] = defaultdict(list)
     for one in gathering(plan, node.tolist(), turn_tokens).transfers:
         if node[one.source] != node[one.target]:
@@ -295,4 +295,4 @@ def _gather_flows(found: _Found, plan: SequencePlan, node: np.ndarray, turn_toke
             moved[TransferGroup("gather", True, one.round)].append((one.source, one.target, tokens))
             moved[TransferGroup("return", True, one.back)].append((one.target, one.source, tokens))
     for transfer_group, rows in moved.items():
-        found[transfer_group].append(TokenTraffic(*np.array(rows, dtype=np.int64).T))
+        flows[transfer_group].append(TokenTraffic(*np.array(rows, dtype=np.int64).T))

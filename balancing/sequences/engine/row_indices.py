@@ -149,9 +149,9 @@ class _Numbers:
 def make_table(calls: Sequence[Call], messages: Mapping[TransferGroup, Messages]) -> RowTable:
     """The table of a program's calls and of its messages, changes of layout included."""
     numbers = _Numbers()
-    of_calls = tuple(_call_places(call, numbers) for call in calls)
-    of_messages = {transfer_group: _message_places(one, numbers) for transfer_group, one in messages.items()}
-    return RowTable(numbers.to_bytes(), of_calls, of_messages)
+    call_places = tuple(_call_places(call, numbers) for call in calls)
+    message_places = {group: _message_places(messages[group], numbers) for group in messages}
+    return RowTable(numbers.to_bytes(), call_places, message_places)
 
 
 def _call_places(call: Call, numbers: _Numbers) -> CallPlaces:
@@ -180,15 +180,15 @@ def rows_on_device(
 
     more: arrays of whole numbers below 2^31, for the same copy.
     """
-    of_table = np.frombuffer(table.numbers, np.int32)
-    numbers = np.concatenate((of_table, *more)).astype(np.int32, copy=False)
+    indices = np.frombuffer(table.numbers, np.int32)
+    numbers = np.concatenate((indices, *more)).astype(np.int32, copy=False)
     on_device = upload(numbers, device) if device.type == "cuda" else torch.as_tensor(numbers).to(device)
-    of_table, *others = on_device.split([len(of_table), *map(len, more)])
+    on_device, *others = on_device.split([len(indices), *map(len, more)])
     views: dict[Place, torch.Tensor] = {}
 
     def listed(place: Place) -> torch.Tensor:
         if place not in views:
-            views[place] = of_table[place.start : place.stop]
+            views[place] = on_device[place.start : place.stop]
         return views[place]
 
     def rows(place: Place) -> Index:
@@ -197,12 +197,12 @@ def rows_on_device(
     def terms_of(added: Place | None, terms: Place | None) -> torch.Tensor | None:
         return None if added is None or terms is None else listed(terms).view(-1, added.stop - added.start)
 
-    found = []
+    call_rows = []
     for call, places in zip(calls, table.calls, strict=True):
         pieces = call.pieces._replace(ends=(listed(places.query_ends), listed(places.key_ends)))
         queries, keys = rows(places.queries), rows(places.keys)
         terms = terms_of(places.added, places.terms)
-        found.append(CallRows(queries, keys, rows(places.added), terms, pieces, call.merges))
+        call_rows.append(CallRows(queries, keys, rows(places.added), terms, pieces, call.merges))
     messages = {
         transfer_group: MessageRows(
             rows(one.sends),
@@ -212,7 +212,7 @@ def rows_on_device(
         )
         for transfer_group, one in table.messages.items()
     }
-    return DeviceRows(found, messages), others
+    return DeviceRows(call_rows, messages), others
 
 
 def rows_of(tensor: torch.Tensor, rows: Index) -> torch.Tensor:

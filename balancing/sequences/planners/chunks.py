@@ -61,10 +61,10 @@ def balanced_chunks(
     """
     size = cluster.ranks_per_node
     ranks = [range(first, min(first + size, len(quotas))) for first in range(0, len(quotas), size)]
-    of_nodes = [sum(quotas[rank] for rank in node) for node in ranks]
-    first = deal([(sequence, 0, length) for sequence, length in enumerate(lengths)], of_nodes, chunk)
+    node_quotas = [sum(quotas[rank] for rank in node) for node in ranks]
+    first = deal([(sequence, 0, length) for sequence, length in enumerate(lengths)], node_quotas, chunk)
     several = 1 < len(ranks) <= _MOST_NODES
-    by_node = _quickest(first, lengths, of_nodes, cluster, shape, chunk) if several else first
+    by_node = _quickest(first, lengths, node_quotas, cluster, shape, chunk) if several else first
     return [
         [
             Shard(*piece, rank)
@@ -88,13 +88,13 @@ def dealt_again(
     pieces: list[list[Piece]] = [[] for _ in range(-(-len(quotas) // cluster.ranks_per_node))]
     for sequence, start, stop, rank in shards:
         pieces[rank // cluster.ranks_per_node].append((sequence, start, stop))
-    found: list[Shard] = []
+    shards_again: list[Shard] = []
     for node, own in enumerate(pieces):
         ranks = range(node * cluster.ranks_per_node, min((node + 1) * cluster.ranks_per_node, len(quotas)))
-        of_ranks, beside = [quotas[rank] for rank in ranks], [extra[rank] for rank in ranks]
-        for rank, dealt in zip(ranks, deal(joined(own), of_ranks, chunk, extra=beside), strict=True):
-            found += [Shard(*piece, rank) for piece in dealt]
-    return found
+        rank_quotas, beside = [quotas[rank] for rank in ranks], [extra[rank] for rank in ranks]
+        for rank, dealt in zip(ranks, deal(joined(own), rank_quotas, chunk, extra=beside), strict=True):
+            shards_again += [Shard(*piece, rank) for piece in dealt]
+    return shards_again
 
 
 def _quickest(
@@ -148,12 +148,12 @@ def _with_whole(
     area: query-key pairs of a mean token.
     """
     rest = [(sequence, 0, lengths[sequence]) for sequence in short]
-    of_short = sum(map(piece_area, rest)) / sum(stop for _, _, stop in rest)
+    short_area = sum(map(piece_area, rest)) / sum(stop for _, _, stop in rest)
     given: _Nodes = [[] for _ in quotas]
-    room, lack = list(quotas), [quota * (area - of_short) for quota in quotas]
+    room, lack = list(quotas), [quota * (area - short_area) for quota in quotas]
     for sequence in whole:
         piece = sequence, 0, lengths[sequence]
-        adds = piece_area(piece) - lengths[sequence] * of_short
+        adds = piece_area(piece) - lengths[sequence] * short_area
         fitting = [node for node in range(len(quotas)) if room[node] >= lengths[sequence] and lack[node] >= adds]
         if not fitting:
             rest.append(piece)
@@ -211,8 +211,8 @@ class _Crossing:
 
     def __init__(self, nodes: _Nodes) -> None:
         pieces: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
-        for node, of_node in enumerate(nodes):
-            for sequence, start, stop in of_node:
+        for node, own in enumerate(nodes):
+            for sequence, start, stop in own:
                 pieces[sequence].append((start, stop, node))
         self.received, self.sent = [0] * len(nodes), [0] * len(nodes)
         self.sent_of: list[dict[int, int]] = [defaultdict(int) for _ in nodes]
@@ -266,8 +266,8 @@ def _spread(
         for head in (even, half):
             spread = heads | {sequence: head}
             dealt = _with_heads(spread, lengths, quotas, chunk)
-            if dealt is not None and (found := exposed(dealt)) < least:
-                best, least, heads, moved = dealt, found, spread, _Crossing(dealt)
+            if dealt is not None and (seconds := exposed(dealt)) < least:
+                best, least, heads, moved = dealt, seconds, spread, _Crossing(dealt)
                 tried.clear()
                 break
     return least, best
@@ -276,11 +276,11 @@ def _spread(
 def _head(sequence: int, moved: _Crossing) -> dict[int, int]:
     """Tokens of the sequence's beginning on each node but the keeper."""
     keeper, end = _keeper(sequence, moved)
-    found: dict[int, int] = defaultdict(int)
+    head: dict[int, int] = defaultdict(int)
     for start, stop, node in moved.holders[sequence]:
         if start < end and node != keeper:
-            found[node] += min(stop, end) - start
-    return found
+            head[node] += min(stop, end) - start
+    return head
 
 
 def _keeper(sequence: int, moved: _Crossing) -> tuple[int, int]:
@@ -324,11 +324,11 @@ def _even_head(sequence: int, moved: _Crossing, nodes: _Nodes) -> dict[int, int]
                 low = level
             else:
                 high = level
-    left, found = end, {}
+    left, tiles = end, {}
     for node in others:
-        found[node] = min(int(head.get(node, 0)) // TILE * TILE, left)
-        left -= found[node]
-    return found
+        tiles[node] = min(int(head.get(node, 0)) // TILE * TILE, left)
+        left -= tiles[node]
+    return tiles
 
 
 def _with_heads(heads: _Heads, lengths: Sequence[int], quotas: Sequence[int], chunk: int) -> _Nodes | None:

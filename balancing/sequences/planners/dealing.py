@@ -67,13 +67,13 @@ def piece_area(piece: Piece) -> int:
 
 def joined(pieces: list[Piece]) -> list[Piece]:
     """The pieces sorted by sequence and start, adjacent ones merged."""
-    found: list[Piece] = []
+    merged: list[Piece] = []
     for sequence, start, stop in sorted(pieces):
-        if found and found[-1][0] == sequence and found[-1][2] == start:
-            found[-1] = sequence, found[-1][1], stop
+        if merged and merged[-1][0] == sequence and merged[-1][2] == start:
+            merged[-1] = sequence, merged[-1][1], stop
         else:
-            found.append((sequence, start, stop))
-    return found
+            merged.append((sequence, start, stop))
+    return merged
 
 
 @dataclass(eq=False)

@@ -31,7 +31,7 @@ def shed_tails(linear: Sequence[Shard], lengths: Sequence[int], cluster: Cluster
     pieces: list[list[tuple[int, int, int]]] = [[] for _ in range(ranks)]  # [rank]: (sequence, start, stop)
     for shard in linear:
         pieces[shard.rank].append((shard.sequence, shard.start, shard.stop))
-    area = np.array([sum(map(piece_area, of_rank)) for of_rank in pieces], dtype=np.int64)
+    area = np.array([sum(map(piece_area, own)) for own in pieces], dtype=np.int64)
     mean, node = area.mean(), np.arange(ranks) // cluster.ranks_per_node
     for _ in range(4 * ranks + len(linear)):
         giver = int(area.argmax())
@@ -57,12 +57,12 @@ def shed_tails(linear: Sequence[Shard], lengths: Sequence[int], cluster: Cluster
         pieces[taker].append(moved)
         area[giver] -= piece_area(moved)
         area[taker] += piece_area(moved)
-    shards = [Shard(*piece, rank) for rank, of_rank in enumerate(pieces) for piece in of_rank]
+    shards = [Shard(*piece, rank) for rank, own in enumerate(pieces) for piece in own]
     return [
         Shard(sequence, start, stop, rank)
-        for sequence, of_sequence in by_sequence(shards).items()
-        for rank in sorted({shard.rank for shard in of_sequence})
-        for start, stop in runs_of(shard for shard in of_sequence if shard.rank == rank)
+        for sequence, parts in by_sequence(shards).items()
+        for rank in sorted({shard.rank for shard in parts})
+        for start, stop in runs_of(shard for shard in parts if shard.rank == rank)
     ]
 
 
@@ -82,9 +82,9 @@ def zigzag(lengths: Lengths, ways: int) -> list[Shard]:
     Raises ValueError for a sequence that does not cut into equal pieces.
     """
     shards = []
-    firsts = [0, *accumulate(len(of_rank) for of_rank in lengths)]
-    for replica, of_rank in enumerate(lengths):
-        for sequence, length in enumerate(of_rank, firsts[replica]):
+    firsts = [0, *accumulate(len(own) for own in lengths)]
+    for replica, own in enumerate(lengths):
+        for sequence, length in enumerate(own, firsts[replica]):
             if ways == 1:
                 shards.append(Shard(sequence, 0, length, replica))
                 continue

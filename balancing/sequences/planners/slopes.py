@@ -31,7 +31,7 @@ def slope_targets(micro_batches: int, step: Callable[[np.ndarray], float], most:
 
     Results are cached, since a search simulates hundreds of steps.
     """
-    best, found = np.ones(micro_batches), step(np.ones(micro_batches))
+    best, quickest = np.ones(micro_batches), step(np.ones(micro_batches))
     few = min(micro_batches, _FEW)
     try:
         step(np.ones(few))
@@ -53,8 +53,8 @@ def slope_targets(micro_batches: int, step: Callable[[np.ndarray], float], most:
                         least, slope = seconds, other
             if least == before:
                 break
-        if least < np.inf and (seconds := step(_slope(micro_batches, *slope))) < found * (1 - 1e-9):
-            best, found = _slope(micro_batches, *slope), seconds
+        if least < np.inf and (seconds := step(_slope(micro_batches, *slope))) < quickest * (1 - 1e-9):
+            best, quickest = _slope(micro_batches, *slope), seconds
     best.flags.writeable = False
     return best
 

@@ -112,13 +112,13 @@ class SequenceBalancer(StepCallback):
         spent, batches = self._record.spent, self._record.end()
         if not batches or self._report is None:
             return
-        of_ranks = self._gather(spent)
+        spent_by_rank = self._gather(spent)
         domain, cluster, shape = self._sharing.domain, self._sharing.cluster, self._sharing.shape
         if not mpu.get_tensor_model_parallel_rank() and not domain.rank:
             stage, replica = mpu.get_pipeline_model_parallel_rank(), mpu.get_data_parallel_rank()
             place = stage, replica, self._tokens.padded, self._tokens.step_seconds
             share = Share(domain, cluster, shape, self.kernel.name, dict(self.kernel.rates), *place)
-            self._report(partial(step_event, self._iteration, batches, of_ranks, share))
+            self._report(partial(step_event, self._iteration, batches, spent_by_rank, share))
 
     def _gather(self, numbers: list[int]) -> np.ndarray:
         """int64 [rank, number], the numbers of all ranks of the domain."""

@@ -164,10 +164,10 @@ class PlannedDataset(torch.utils.data.Dataset):
         batch["loss_mask"] = torch.zeros(size, dtype=torch.float32)
         places = _places(documents, _packed_tokens(plan, self._domain.rank))
         for at in np.unique(places.samples).tolist():
-            (of_sample,) = np.nonzero(places.samples == at)  # rows
+            (own_rows,) = np.nonzero(places.samples == at)
             wanted = []  # for each shift, rows and the tokens of the sample that go there
             for shift in range(1 + self._rows.shifts):
-                inside = of_sample[places.tokens[of_sample] + shift < places.ends[of_sample]]
+                inside = own_rows[places.tokens[own_rows] + shift < places.ends[own_rows]]
                 wanted.append((shift * rows + inside, places.tokens[inside] + shift))
             every_token = np.unique(np.concatenate([tokens for _, tokens in wanted]))
             sample = drawn.read.get(at) or read_tokens(self._dataset, drawn.samples[at].index, every_token)
@@ -198,9 +198,9 @@ class PlannedDataset(torch.utils.data.Dataset):
         step = self._steps.of(indices, self._domain, areas)
         if self._latest is None or self._latest[0] != step.first:
             drawn = self._draw(step.samples)
-            of_documents = [drawn.samples[document.sample].origin for document in drawn.documents]
+            origins = [drawn.samples[document.sample].origin for document in drawn.documents]
             lengths = [document.tokens for document in drawn.documents]
-            deal = self._steps.deal(lengths, np.array(of_documents) // self._domain.origins)
+            deal = self._steps.deal(lengths, np.array(origins) // self._domain.origins)
             self._latest = step.first, drawn, deal
         _, drawn, deal = self._latest
         return drawn, tuple(np.flatnonzero(deal == step.micro_batch).tolist())
@@ -256,9 +256,9 @@ def _places(documents: Sequence[_Document], packed: np.ndarray) -> _Places:
     of sample 1.
     """
     begins = np.array([0, *accumulate(document.tokens for document in documents)])
-    of_documents = np.array([(one.sample, one.start, one.start + one.tokens) for one in documents])
+    bounds = np.array([(sample, start, start + tokens) for sample, start, tokens in documents])
     document = np.searchsorted(begins, packed, side="right") - 1
-    samples, starts, ends = of_documents[document].T
+    samples, starts, ends = bounds[document].T
     return _Places(samples, packed - begins[document] + starts, ends)
 
 
@@ -322,10 +322,10 @@ def sample_costs(dataset: Any, indices: np.ndarray, cost: Callable[[np.ndarray],
         source, place = dataset.dataset_index[indices], dataset.dataset_sample_index[indices]
         blended = np.zeros(len(indices), dtype=cost(np.ones(1, dtype=np.int64)).dtype)
         for number in np.unique(source).tolist():
-            of_part = sample_costs(dataset.datasets[number], place[source == number], cost)
-            if of_part is None:
+            part_costs = sample_costs(dataset.datasets[number], place[source == number], cost)
+            if part_costs is None:
                 return None
-            blended[source == number] = of_part
+            blended[source == number] = part_costs
         return blended
     if type(dataset) not in (GPTDataset, MockGPTDataset):
         return None

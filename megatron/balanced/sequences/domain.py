@@ -48,11 +48,11 @@ class Domain:
     groups: int = 1
 
     @classmethod
-    def of_context(cls) -> "Domain":
+    def context_parallel(cls) -> "Domain":
         return cls(mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size())
 
     @classmethod
-    def of_data(cls) -> "Domain":
+    def data_parallel(cls) -> "Domain":
         rank = mpu.get_data_parallel_rank(with_context_parallel=True)
         ranks = mpu.get_data_parallel_world_size(with_context_parallel=True)
         origin, origins = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()

@@ -104,15 +104,17 @@ class StepRecord:
         return batches
 
 
-def step_event(iteration: int, batches: Sequence[MicroBatch], of_ranks: np.ndarray, share: Share) -> dict[str, Any]:
+def step_event(
+    iteration: int, batches: Sequence[MicroBatch], spent_by_rank: np.ndarray, share: Share
+) -> dict[str, Any]:
     """The event of one step.
 
     iteration: from 0.
     batches: of the step, in all chunks of the rank.
-    of_ranks: int64 [rank, number], `StepRecord.spent` of each rank that shares micro-batches.
+    spent_by_rank: int64 [rank, number], `StepRecord.spent` of each rank that shares micro-batches.
     """
     domain, cluster, shape, kernel, kernel_flops, stage, replica, padded, step = share
-    exposed, waited, *sent = of_ranks.T
+    exposed, waited, *sent = spent_by_rank.T
     kv_intra, kv_inter, remap_intra, remap_inter = (int(part.sum()) for part in sent)
     plan_ms = sum(batch.plan_ms for batch in batches)
     batches = [batch for batch in batches if batch.chunk == 0]  # every chunk has the same plans
@@ -120,8 +122,8 @@ def step_event(iteration: int, batches: Sequence[MicroBatch], of_ranks: np.ndarr
     drawn = _drawn(batches, domain.origins, step is not None)
     areas = [_areas(plan, lengths, shape, padded) for plan, lengths in zip(plans, drawn, strict=True)]
     costs = [
-        np.array([document_seconds(lengths, cluster, shape).sum() for lengths in of_micro_batches])
-        for of_micro_batches in ([np.concatenate(lengths) for lengths in drawn], [plan.lengths for plan in plans])
+        np.array([document_seconds(lengths, cluster, shape).sum() for lengths in lengths_by_micro_batch])
+        for lengths_by_micro_batch in ([np.concatenate(lengths) for lengths in drawn], [plan.lengths for plan in plans])
     ]
     # Fullest rank first: it differs between micro-batches, so means by rank would hide it.
     ordered = np.mean([[np.sort(area)[::-1] / area.mean() for area in pair] for pair in areas], axis=0)

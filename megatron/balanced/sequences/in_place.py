@@ -133,9 +133,9 @@ class AttentionInPlace(Tokens):
         self, layer: _Layer, plain: Callable, states: torch.Tensor, other: Any, positions: Any, packed: Any, **rest: Any
     ) -> tuple[torch.Tensor, ...]:
         """Queries, keys and values of multi-latent attention. Keeps the latents for core attention."""
-        found = plain(states, other, positions, packed, **rest)
-        layer.latents = latents_of(layer.attention, found[4]) if self._balances(packed) else None
-        return found
+        projected = plain(states, other, positions, packed, **rest)
+        layer.latents = latents_of(layer.attention, projected[4]) if self._balances(packed) else None
+        return projected
 
     def _forward(
         self,
@@ -191,7 +191,7 @@ class AttentionInPlace(Tokens):
         attention = BatchAttention.of(programs, sharing.layers, tokens, **options)
         for kind in attention.kinds:
             kind.upload(query.device)
-        origins = tuple(origin for origin, of_rank in enumerate(lengths) for _ in of_rank)
+        origins = tuple(origin for origin, own_lengths in enumerate(lengths) for _ in own_lengths)
         drawn = plan, origins, tuple(range(len(origins)))
         sharing.record.add(MicroBatch(chunk, *drawn, attention.kinds, milliseconds, milliseconds))
         return attention

@@ -64,14 +64,14 @@ class _OfDocuments(MambaContextParallel):
 
     def pre_conv_ssm(self, input_: torch.Tensor, packed_seq_params: PackedSeqParams | None = None) -> torch.Tensor:
         """[rows, 1, features] of all heads -> [rows of all ranks, 1, features] of this rank's heads, by documents."""
-        found: Any = packed_seq_params
+        planned: Any = packed_seq_params
         if self.cp_size > 1:
             inner, states = self.d_inner_local_tp, self.ngroups_local_tp * self.d_state
             gate, values, keys, queries, steps = input_.split([inner, inner, states, states, self.nheads_local_tp], -1)
             keys, queries = (self._of_ranks(part) for part in (keys, queries))
             parts = [part.unflatten(-1, (self.cp_size, -1)) for part in (gate, values, keys, queries, steps)]
             input_ = _all_to_all_cp2hp(torch.cat(parts, dim=-1).flatten(-2), self.cp_group)
-        return input_.index_select(0, found.order.order)
+        return input_.index_select(0, planned.order.order)
 
     def _of_ranks(self, groups: torch.Tensor) -> torch.Tensor:
         """Repeat the features that a group of heads shares for each rank that has heads of the group."""
@@ -81,8 +81,8 @@ class _OfDocuments(MambaContextParallel):
         return apart.repeat_interleave(self.group_repeat_count, dim=-2).flatten(-2)
 
     def post_conv_ssm(self, input_: torch.Tensor, packed_seq_params: PackedSeqParams | None = None) -> torch.Tensor:
-        found: Any = packed_seq_params
-        output = input_.index_select(0, found.order.back)
+        planned: Any = packed_seq_params
+        output = input_.index_select(0, planned.order.back)
         return _all_to_all_hp2cp(output, self.cp_group) if self.cp_size > 1 else output
 
 

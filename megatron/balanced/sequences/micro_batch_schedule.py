@@ -97,7 +97,7 @@ class Steps(_OfOneSize):
         lengths: tokens of each document.
         drawn: int64 [document], the micro-batch that Megatron-LM has it in.
         """
-        found = plan_micro_batches(
+        plan = plan_micro_batches(
             lengths,
             drawn=drawn,
             micro_batches=self.micro_batches,
@@ -106,9 +106,9 @@ class Steps(_OfOneSize):
             token_capacity=self.token_capacity,
             step=self.seconds,
         )
-        if found.tokens.min() < self.cluster.world_size:  # a rank would be without a token
+        if plan.tokens.min() < self.cluster.world_size:  # a rank would be without a token
             return drawn
-        return np.array(found.micro_batch, dtype=np.int64)
+        return np.array(plan.micro_batch, dtype=np.int64)
 
     def of(self, indices: Sequence[int], domain: Domain, areas: Callable[[np.ndarray], np.ndarray | None]) -> Step:
         """The step in which this rank has the samples `indices` in one of the micro-batches.
@@ -189,5 +189,5 @@ class WholeSteps(_OfOneSize):
         size, samples = len(indices), self.samples // self.micro_batches
         first, micro_batch = self.place(indices)
         alone = domain.origins == domain.groups == 1
-        of_ranks = np.array([indices[0] - first - micro_batch * samples]) if alone else np.arange(0, samples, size)
-        return (first + np.arange(self.micro_batches)[:, None] * samples + of_ranks).reshape(-1)
+        offsets = np.array([indices[0] - first - micro_batch * samples]) if alone else np.arange(0, samples, size)
+        return (first + np.arange(self.micro_batches)[:, None] * samples + offsets).reshape(-1)

@@ -1,8 +1,8 @@
 """Tokens that a plan places on ranks, in a loop that reads its data through the balancer (`--balance-sequences`).
 
 The data loader's worker plans each micro-batch (`dataset`) and reads the tokens of its rank. Documents of a step may
-also change their micro-batch (`micro_batch_schedule`). `MovedTokens.next_batch` gives the loop a micro-batch whose attention,
-positions and losses follow the plan.
+also change their micro-batch (`micro_batch_schedule`). `MovedTokens.next_batch` gives the loop a micro-batch whose
+attention, positions and losses follow the plan.
 """
 
 import math
@@ -295,8 +295,8 @@ class MovedTokens(Tokens):
         if self._read is None:  # number the origins within this micro-batch
             origins = tuple(np.unique(origins, return_inverse=True)[1].tolist())
         # Each data-parallel rank counts its own documents, since Megatron-LM adds up their lengths over these ranks.
-        of_ranks = (origin % domain.origins for origin in origins)
-        lengths = [length for length, of in zip(plan.lengths, of_ranks, strict=True) if of == domain.origin]
+        drawn = zip(plan.lengths, origins, strict=True)
+        lengths = [length for length, origin in drawn if origin % domain.origins == domain.origin]
         samples = np.zeros(0, np.int64)
         if self._batches.tells_samples:
             samples = row_origins(plan, domain.rank, rows, self._samples(plan))
@@ -377,16 +377,16 @@ class ReadStep:
 
 def positions(plan: SequencePlan, rank: int, rows: int) -> np.ndarray:
     """int64 [row], each row's position in its document; 0 in padding."""
-    of_shards = [np.arange(shard.start, shard.stop) for shard in plan.shards(rank, linear=True)]
-    return np.pad(np.concatenate([np.zeros(0, np.int64), *of_shards]), (0, rows - int(plan.linear_tokens[rank])))
+    ranges = [np.arange(shard.start, shard.stop) for shard in plan.shards(rank, linear=True)]
+    return np.pad(np.concatenate([np.zeros(0, np.int64), *ranges]), (0, rows - int(plan.linear_tokens[rank])))
 
 
 def row_origins(plan: SequencePlan, rank: int, rows: int, origins: Sequence[int]) -> np.ndarray:
     """int64 [row], the origin of each row's token; 0 in padding. origins: [document]."""
     shards = plan.shards(rank, linear=True)
-    of_shards = np.array([(origins[shard.sequence], shard.tokens) for shard in shards], dtype=np.int64).reshape(-1, 2)
-    of_tokens = np.repeat(*of_shards.T)
-    return np.pad(of_tokens, (0, rows - len(of_tokens)))
+    runs = np.array([(origins[shard.sequence], shard.tokens) for shard in shards], dtype=np.int64).reshape(-1, 2)
+    token_origins = np.repeat(*runs.T)
+    return np.pad(token_origins, (0, rows - len(token_origins)))
 
 
 def receive(

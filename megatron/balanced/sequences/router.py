@@ -54,8 +54,8 @@ class PackedRouter(TopKRouter):
         assert bsz == 1 and not rest, f"{rows} rows cannot be split into samples of {self._tokens_per_sample} tokens"
         first = self.tp_group.rank() * rows
         sample = torch.arange(first, first + rows, device=routing_map.device) // self._tokens_per_sample
-        found = scores_for_aux_loss, routing_map
-        return _with_loss(self, "seq_aux_loss", probs, *found, _Parts(sample, samples, [self.tp_group]))
+        routed = scores_for_aux_loss, routing_map
+        return _with_loss(self, "seq_aux_loss", probs, *routed, _Parts(sample, samples, [self.tp_group]))
 
 
 class SampleRouter(TopKRouter):
@@ -82,8 +82,8 @@ class SampleRouter(TopKRouter):
         with_padding_mask: bool = False,
     ) -> torch.Tensor:
         drawn = self._drawn
-        found = scores_for_aux_loss, routing_map
-        return self._of_parts("aux_loss", probs, *found, samples_of_part=drawn.samples // drawn.origins)
+        routed = scores_for_aux_loss, routing_map
+        return self._of_parts("aux_loss", probs, *routed, samples_of_part=drawn.samples // drawn.origins)
 
     def _apply_seq_aux_loss(
         self,
@@ -94,8 +94,8 @@ class SampleRouter(TopKRouter):
         bsz: int,
         with_padding_mask: bool = False,
     ) -> torch.Tensor:
-        found = scores_for_aux_loss, routing_map
-        return self._of_parts("seq_aux_loss", probs, *found, samples_of_part=1)
+        routed = scores_for_aux_loss, routing_map
+        return self._of_parts("seq_aux_loss", probs, *routed, samples_of_part=1)
 
     def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
         """Count the tokens of each expert for its bias, without rows of padding."""

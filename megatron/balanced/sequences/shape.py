@@ -84,7 +84,7 @@ def bytes_of_token(shape: AttentionShape, model: TransformerConfig) -> TokenByte
     """Bytes of a token in the attention of this rank, for routing. If ranks exchange latents, the bytes of keys and
     values are those of latents."""
     heads, item_bytes = heads_of_rank(shape, model), model.params_dtype.itemsize
-    found = TokenBytes.of(
+    token_bytes = TokenBytes.of(
         heads=heads.heads,
         kv_heads=heads.kv_heads,
         head_size=shape.head_size,
@@ -92,8 +92,8 @@ def bytes_of_token(shape: AttentionShape, model: TransformerConfig) -> TokenByte
         value_size=shape.value_size,
     )
     if shape.latent is None:
-        return found
-    return found._replace(kv=(shape.latent.size + shape.latent.shared) * item_bytes, latents=True)
+        return token_bytes
+    return token_bytes._replace(kv=(shape.latent.size + shape.latent.shared) * item_bytes, latents=True)
 
 
 def _has_window(model: Any) -> bool:

@@ -83,7 +83,7 @@ class Sharing:
         kernel = choose_kernel(device, heads_of_rank(shape, model), config.kernel, had=had_kernel)
         if device.type != "cpu":  # which has one kernel, named in the line on all kernels
             print_once(f"> {kernel.line}")
-        domain = Domain.of_context() if config.domain == "context" else Domain.of_data()
+        domain = Domain.context_parallel() if config.domain == "context" else Domain.data_parallel()
         if config.domain == "context":
             process_group = layers = mpu.get_context_parallel_group()
             connect(layers)
