@@ -161,6 +161,7 @@ def _finetune(ways: int, balanced: bool, exact: bool, folder: str) -> tuple[list
     from balancing.sequences.config import SequenceConfig
     from megatron.balanced.local.packed_attention import PackedDotProductAttention
     from megatron.balanced.loops.bridge import Balance
+    from megatron.balanced.sequences import in_place
 
     class OfEngine(MegatronModule):
         """Has no forward pass of its own, as Megatron-LM has none over context-parallel ranks without Transformer
@@ -186,12 +187,22 @@ def _finetune(ways: int, balanced: bool, exact: bool, folder: str) -> tuple[list
             pad_seq_to_mult=4 if exact else 1,  # with 1, lengths include padding, which the engine does not take here
         ),
     )  # fmt: skip
-    callbacks, events = [], []
+    callbacks, events, told = [], [], []
+    lengths_of = in_place._lengths
+
+    def known_on_the_host(packed: Any) -> tuple[int, ...]:
+        ends = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
+        told.append(packed.lengths == ends.diff().tolist())
+        return lengths_of(packed)
+
+    in_place._lengths = known_on_the_host
     if balanced:
         slow = Cluster(1, 2 * ways, 1, 1e12, 1e12, 1e6, 1e9)  # so that even these short sequences are worth a move
         experts, sequences = ExpertConfig(enabled=True, min_gain=0.0), SequenceConfig(enabled=True)
         callbacks.append(Balance(experts=experts, sequences=sequences, cluster=slow, report=events.append))
-    return _pretrain(config, callbacks), [event() for event in events]
+    losses = _pretrain(config, callbacks)
+    assert all(told) and len(told) == balanced * STEPS * config.train.global_batch_size // 2
+    return losses, [event() for event in events]
 
 
 def _check_balance(runs: list, pipeline: int) -> None:

@@ -7,10 +7,13 @@ before `pretrain`.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+from megatron.core.utils import unwrap_model
 
 from balancing.cluster import Cluster
 from balancing.experts.config import ExpertConfig
@@ -44,6 +47,7 @@ class Balance:
         self._experts, self._sequences, self._layers = experts, sequences, layers
         self._shared: dict[str, Any] = {"report": report}
         self._cluster = cluster
+        self._lengths: HostLengths | None = None
         self.balancers: Balancers | None = None
 
     def on_data_init_start(self, context: Any) -> None:
@@ -56,6 +60,7 @@ class Balance:
             made.append(ExpertBalancer(model, self._experts, cluster=self._cluster, **shared))
         if self._sequences is not None:
             made.append(SequenceBalancer(model, self._sequences, cluster=self._cluster, **shared))
+            self._lengths = HostLengths(model)
         if self._layers is not None:
             check_configs("LayerBalancer", config.checkpoint)
             made.append(
@@ -71,7 +76,7 @@ class Balance:
                     **shared,
                 )
             )
-        self.balancers = Balancers(*made)
+        self.balancers = Balancers(*made, before=self._lengths and self._lengths.read_from)
         self.balancers.install()
 
     def on_train_step_end(self, context: Any) -> None:
@@ -83,6 +88,61 @@ class Balance:
         """Close the balancers. The model is plain from now on."""
         assert self.balancers is not None
         self.balancers.close()
+        if self._lengths is not None:
+            self._lengths.close()
+
+
+class HostLengths:
+    """Sets `packed.lengths` of each micro-batch, so that balanced attention does not wait for the device.
+
+    Bridge's data loader has the ends of packed sequences on the host. Bridge copies them to the device, for the
+    `PackedSeqParams` with which it calls the model.
+
+    chunks: the model chunks of this rank.
+    """
+
+    def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
+        self._latest: list[list[int] | None] = [None] * len(chunks)  # by chunk, until its forward pass
+        self._hooks = [
+            model.register_forward_pre_hook(self._setter(chunk), with_kwargs=True)
+            for chunk, model in enumerate(unwrap_model(list(chunks)))
+        ]
+
+    def read_from(self, call: dict[str, Any]) -> None:
+        """Read the batches of a schedule as it takes them. call: its arguments; the iterators are replaced."""
+        given = call["data_iterator"]
+        if isinstance(given, list):
+            call["data_iterator"] = [batches and self._batches(batches, chunk) for chunk, batches in enumerate(given)]
+        elif given is not None:
+            call["data_iterator"] = self._batches(given, 0)
+
+    def close(self) -> None:
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _batches(self, batches: Iterator, chunk: int) -> Iterator:
+        for batch in batches:
+            self._latest[chunk] = _lengths(batch)
+            yield batch
+
+    def _setter(self, chunk: int) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], None]:
+        def set_lengths(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            lengths, self._latest[chunk] = self._latest[chunk], None
+            packed: Any = kwargs.get("packed_seq_params")
+            if lengths is not None and isinstance(packed, PackedSeqParams):
+                packed.lengths = lengths
+
+        return set_lengths
+
+
+def _lengths(batch: dict[str, Any]) -> list[int] | None:
+    """Tokens of each sequence of a batch, with its padding. None if the batch is not packed, or its ends are on the
+    device, or of Bridge's older format, which it cuts on the device."""
+    ends = batch.get("cu_seqlens_q_padded")
+    ends = batch.get("cu_seqlens_q") if ends is None else ends
+    if ends is None or ends.device.type != "cpu":
+        return None
+    return ends.squeeze().diff().tolist()
 
 
 _STAGES, _CHUNKS = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
