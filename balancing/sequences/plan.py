@@ -18,9 +18,10 @@ import numpy as np
 from balancing.cluster import Cluster
 from balancing.sequences.cost import extra_pairs, step_cost
 from balancing.sequences.planners.chunks import balanced_chunks, dealt_again
+from balancing.sequences.planners.dealing import even_counts
 from balancing.sequences.planners.linear_layout import linear_layout
 from balancing.sequences.planners.minimal_reshard import shed_tails
-from balancing.sequences.planners.zones import even_counts, even_layout, zone_layout
+from balancing.sequences.planners.zones import even_layout, zone_layout
 from balancing.sequences.sequence_plan import (
     AttentionShape,
     KVExchange,

@@ -12,8 +12,9 @@ from typing import Any, get_args
 
 from balancing.cluster import Cluster
 from balancing.sequences import plan
+from balancing.sequences.planners.dealing import even_counts
 from balancing.sequences.planners.linear_layout import linear_layout
-from balancing.sequences.planners.zones import even_counts, zigzag
+from balancing.sequences.planners.zones import zigzag
 from balancing.sequences.sequence_plan import AttentionShape, SequencePlan, same_exchange
 
 __all__ = ["METHODS", "Scheduler", "hybrid_groups", "plan_sequences"]

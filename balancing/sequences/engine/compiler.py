@@ -101,8 +101,8 @@ def compile_rank(
     """
     slices: dict[TransferGroup, list[Slice]] = {}
     turns = SMALLEST_TURNS if cluster is None or token_bytes is None else turn_tokens(cluster, token_bytes.kv)
-    check_routing(routing)
     if routing != "off":
+        check_routing(routing)
         if cluster is None or cluster.world_size != plan.ranks:
             raise ValueError(f"routing {routing!r} needs the cluster of the plan's {plan.ranks} ranks, not {cluster}")
         if token_bytes is None:
@@ -273,18 +273,18 @@ class _Builder:
     def _receive(self) -> tuple[list[Transfer], bool]:
         """Transfers of keys from and to the rank, with rows for what it receives, and whether any rank sends copies."""
         gathered = gathering(self.plan, self.node, self.turn_tokens)
-        for one in gathered.transfers:  # all ranks take part in all groups
-            self.messages[TransferGroup("gather", one.inter, one.round)] = Messages((), ())
-            self.messages[TransferGroup("return", one.inter, one.back)] = Messages((), (), adds=True)
+        for transfer in gathered.transfers:  # all ranks take part in all groups
+            self.messages[TransferGroup("gather", transfer.inter, transfer.round)] = Messages((), ())
+            self.messages[TransferGroup("return", transfer.inter, transfer.back)] = Messages((), (), adds=True)
         # Both ends of a message list its transfers in this order, and received rows lie in the order of peers.
         own = sorted(
-            (one for one in gathered.transfers if self.rank in (one.source, one.target)),
-            key=lambda one: (one.inter, one.round, one.source, one.sequence, one.begin),
+            (transfer for transfer in gathered.transfers if self.rank in (transfer.source, transfer.target)),
+            key=lambda transfer: (transfer.inter, transfer.round, transfer.source, transfer.sequence, transfer.begin),
         )
-        for one in own:
-            if one.target == self.rank:
-                self.came[one.sequence, one.begin] = self.rows
-                self.rows += one.stop - one.begin
+        for transfer in own:
+            if transfer.target == self.rank:
+                self.came[transfer.sequence, transfer.begin] = self.rows
+                self.rows += transfer.stop - transfer.begin
         self._gather_messages(own)
         return own, gathered.copies
 
@@ -294,27 +294,30 @@ class _Builder:
         waiting: set[int] = set()
         for inter in (True, False):
             coming = [
-                one for one in transfers if one.target == self.rank and one.turn is not None and one.inter == inter
+                transfer
+                for transfer in transfers
+                if transfer.target == self.rank and transfer.turn is not None and transfer.inter == inter
             ]
-            tokens = sum(one.stop - one.begin for one in coming)
-            if self.waits and len({one.turn for one in coming}) == 1 and tokens < self.turn_tokens[inter]:
-                waiting |= {one.sequence for one in coming}
+            tokens = sum(transfer.stop - transfer.begin for transfer in coming)
+            if self.waits and len({transfer.turn for transfer in coming}) == 1 and tokens < self.turn_tokens[inter]:
+                waiting |= {transfer.sequence for transfer in coming}
         return waiting
 
     def _gather(self, transfers: Sequence[Transfer], waiting: Collection[int]) -> None:
         """Make tasks of gathered keys. waiting: sequences whose queries wait for all of their keys."""
         # (inter, turn) -> round in which the turn's last keys arrive
         last: dict[tuple[bool, int | None], int] = defaultdict(int)
-        for one in transfers:
-            if one.target == self.rank:
-                last[one.inter, one.turn] = max(last[one.inter, one.turn], one.round)
+        for transfer in transfers:
+            if transfer.target == self.rank:
+                last[transfer.inter, transfer.turn] = max(last[transfer.inter, transfer.turn], transfer.round)
         # Turns whose last keys arrive in the same round are computed together.
         together: dict[TransferGroup, dict[int, list[Transfer]]] = defaultdict(lambda: defaultdict(list))
-        for one in sorted(one for one in transfers if one.target == self.rank and one.turn is not None):
-            together[TransferGroup("gather", one.inter, last[one.inter, one.turn])][one.sequence].append(one)
+        for transfer in sorted(own for own in transfers if own.target == self.rank and own.turn is not None):
+            group = TransferGroup("gather", transfer.inter, last[transfer.inter, transfer.turn])
+            together[group][transfer.sequence].append(transfer)
         for transfer_group in sorted(together):
             for sequence, coming in together[transfer_group].items():
-                arriving = [(one.begin, self._rows_of(one)) for one in coming]  # by position
+                arriving = [(transfer.begin, self._rows_of(transfer)) for transfer in coming]  # by position
                 if sequence in waiting or not self.plan.sees_all:
                     self.gathered[transfer_group] += self._edges(sequence, arriving, sequence in waiting)
                 else:
@@ -323,12 +326,12 @@ class _Builder:
     def _gather_messages(self, transfers: Iterable[Transfer]) -> None:
         """Messages of transfers from or to this rank, which are in the order of their rows."""
         sides: dict[TransferGroup, tuple[dict[int, list[Rows]], dict[int, list[Rows]]]] = {}
-        for one in transfers:
-            sends = one.source == self.rank
-            rows, peer = self._rows_of(one), one.target if sends else one.source
+        for transfer in transfers:
+            sends = transfer.source == self.rank
+            rows, peer = self._rows_of(transfer), transfer.target if sends else transfer.source
             for transfer_group, goes in (
-                (TransferGroup("gather", one.inter, one.round), sends),
-                (TransferGroup("return", one.inter, one.back), not sends),
+                (TransferGroup("gather", transfer.inter, transfer.round), sends),
+                (TransferGroup("return", transfer.inter, transfer.back), not sends),
             ):
                 side = sides.setdefault(transfer_group, (defaultdict(list), defaultdict(list)))
                 side[0 if goes else 1][peer].append(rows)

@@ -289,10 +289,10 @@ def _ring_flows(flows: _Flows, ring: Sequence[int], shards: Sequence[Shard], nod
 
 def _gather_flows(flows: _Flows, plan: SequencePlan, node: np.ndarray, turn_tokens: TurnTokens) -> None:
     moved: dict[TransferGroup, list[tuple[int, int, int]]] = defaultdict(list)
-    for one in gathering(plan, node.tolist(), turn_tokens).transfers:
-        if node[one.source] != node[one.target]:
-            tokens = one.stop - one.begin
-            moved[TransferGroup("gather", True, one.round)].append((one.source, one.target, tokens))
-            moved[TransferGroup("return", True, one.back)].append((one.target, one.source, tokens))
+    for transfer in gathering(plan, node.tolist(), turn_tokens).transfers:
+        if node[transfer.source] != node[transfer.target]:
+            tokens = transfer.stop - transfer.begin
+            moved[TransferGroup("gather", True, transfer.round)].append((transfer.source, transfer.target, tokens))
+            moved[TransferGroup("return", True, transfer.back)].append((transfer.target, transfer.source, tokens))
     for transfer_group, rows in moved.items():
         flows[transfer_group].append(TokenTraffic(*np.array(rows, dtype=np.int64).T))

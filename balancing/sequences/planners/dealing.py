@@ -16,7 +16,7 @@ from itertools import accumulate, chain
 
 from balancing.sequences.sequence_plan import area_between
 
-__all__ = ["TOLERANCE", "Piece", "deal", "joined", "piece_area"]
+__all__ = ["TOLERANCE", "Piece", "deal", "even_counts", "joined", "piece_area"]
 
 # Most relative error of a bucket's area from cutting at a multiple of the chunk. Later buckets compensate for it.
 TOLERANCE = 0.002
@@ -58,6 +58,12 @@ def deal(
         dealt.append(filled)
     assert not pool.cut and pool.low == pool.high, "pieces are left over"
     return dealt
+
+
+def even_counts(tokens: int, ranks: int, first: int) -> list[int]:
+    """Tokens of each rank; the remainder goes to rank `first` and the ranks after it, one each, cyclically."""
+    base, more = divmod(tokens, ranks)
+    return [base + ((rank - first) % ranks < more) for rank in range(ranks)]
 
 
 def piece_area(piece: Piece) -> int:

@@ -29,9 +29,10 @@ from typing import NamedTuple
 
 from balancing.cluster import Cluster
 from balancing.sequences.cost import hidden_tokens
+from balancing.sequences.planners.dealing import even_counts
 from balancing.sequences.sequence_plan import AttentionShape, Shard
 
-__all__ = ["even_counts", "even_layout", "zigzag", "zone_layout"]
+__all__ = ["even_layout", "zigzag", "zone_layout"]
 
 # A piece has at most a bucket's share of the area, divided by a grain. Finer pieces balance better and cause more
 # traffic, so the first grain that keeps the largest area of a rank below _BALANCED times the mean is taken.
@@ -229,12 +230,6 @@ def even_layout(lengths: Sequence[int], ranks: int) -> list[Shard]:
         shards += zigzag(sequence, members, even_counts(lengths[sequence], ranks, first))
         first = (first + lengths[sequence]) % ranks
     return shards
-
-
-def even_counts(tokens: int, ranks: int, first: int) -> list[int]:
-    """Tokens of each rank; the remainder goes to rank `first` and the ranks after it, one each, cyclically."""
-    base, more = divmod(tokens, ranks)
-    return [base + ((rank - first) % ranks < more) for rank in range(ranks)]
 
 
 def zigzag(sequence: int, ranks: Sequence[int], counts: Sequence[int]) -> list[Shard]:
