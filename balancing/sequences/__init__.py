@@ -38,8 +38,8 @@ and 21.3 pairs. Each token once, 5 a rank, in order, is as Megatron-LM would pac
 from balancing.sequences.cost import StepCost, limit_seconds, step_cost
 from balancing.sequences.engine.attention import SequenceAttention
 from balancing.sequences.engine.compiler import RankProgram, compile_rank, make_program
-from balancing.sequences.engine.program import Program, TokenBytes
-from balancing.sequences.engine.routing import route
+from balancing.sequences.engine.program import Program
+from balancing.sequences.engine.routing import TokenBytes, route
 from balancing.sequences.engine.transport import Statistics
 from balancing.sequences.micro_batches import MicroBatchPlan, deal_whole, plan_micro_batches
 from balancing.sequences.plan import DEFAULT_CHUNK, METHODS, plan_attention, plan_sequences

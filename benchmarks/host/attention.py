@@ -23,7 +23,8 @@ from balancing.sequences import (
 )
 from balancing.sequences.engine import merging
 from balancing.sequences.engine.compiler import RankProgram
-from balancing.sequences.engine.program import TokenBytes, Wait
+from balancing.sequences.engine.program import Wait
+from balancing.sequences.engine.routing import TokenBytes
 from balancing.sequences.sequence_plan import LatentShape, in_window
 from benchmarks.host.counting import Counted, Measured, fake_ranks, measure
 

@@ -24,7 +24,7 @@ from balancing.messages import start_message
 from balancing.sequences import SequenceAttention, SequencePlan, Shard
 from balancing.sequences.engine.compiler import compile_rank
 from balancing.sequences.engine.kernels import Kernel, Pieces
-from balancing.sequences.engine.program import TokenBytes
+from balancing.sequences.engine.routing import TokenBytes
 
 __all__ = ["AllGather", "HeadsAndRing", "Waits"]
 

@@ -29,7 +29,8 @@ from balancing.sequences.cost import hidden_seconds, linear_seconds
 from balancing.sequences.engine.attention import AttentionCall, prepare_exchanges
 from balancing.sequences.engine.compiler import compile_rank
 from balancing.sequences.engine.kernels import Pieces
-from balancing.sequences.engine.program import TokenBytes, TransferGroup
+from balancing.sequences.engine.program import TransferGroup
+from balancing.sequences.engine.routing import TokenBytes
 from balancing.sequences.engine.row_indices import rows_on_device
 from balancing.sequences.engine.transport import Statistics, Transport
 from balancing.sequences.sequence_plan import AttentionShape

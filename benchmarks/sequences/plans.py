@@ -48,8 +48,8 @@ from balancing.sequences import (
     step_cost,
 )
 from balancing.sequences.engine.compiler import make_program
-from balancing.sequences.engine.program import LAYOUT_CHANGES, TokenBytes
-from balancing.sequences.engine.routing import routes
+from balancing.sequences.engine.program import LAYOUT_CHANGES
+from balancing.sequences.engine.routing import TokenBytes, routes
 from balancing.sequences.traffic import plan_links
 from benchmarks.baselines.sequences import hybrid_groups, plan_sequences
 from benchmarks.processor_time import milliseconds

@@ -24,7 +24,8 @@ from balancing.cluster import Cluster
 from balancing.sequences import AttentionShape, SequencePlan, limit_seconds, plan_sequences, step_cost
 from balancing.sequences.cost import hidden_seconds, kv_bytes, linear_seconds
 from balancing.sequences.engine.compiler import compile_rank
-from balancing.sequences.engine.program import Compute, Program, Start, TokenBytes, TransferGroup
+from balancing.sequences.engine.program import Compute, Program, Start, TransferGroup
+from balancing.sequences.engine.routing import TokenBytes
 from balancing.sequences.traffic import remap_traffic, traffic_seconds
 from benchmarks.sequences.bound import bound_seconds
 from benchmarks.sequences.emulated_workload import CLUSTERS, SHAPES, Scale, tile_pairs

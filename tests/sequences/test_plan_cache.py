@@ -8,7 +8,7 @@ import pytest
 from balancing.cluster import Cluster
 from balancing.sequences import AttentionShape, Shard, causal_area, plan_sequences
 from balancing.sequences.engine.compiler import compile_rank
-from balancing.sequences.engine.program import TokenBytes
+from balancing.sequences.engine.routing import TokenBytes
 from balancing.sequences.plan import PlanCache, zone_shares
 from balancing.sequences.sequence_plan import SequencePlan, zigzag_area, zigzag_areas
 

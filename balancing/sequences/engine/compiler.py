@@ -33,7 +33,6 @@ from dataclasses import dataclass
 from balancing.cluster import Cluster
 from balancing.sequences.cost import routing_pays
 from balancing.sequences.engine.gather import Transfer, gathering
-from balancing.sequences.engine.ordering import Work, backward_steps, forward_steps
 from balancing.sequences.engine.program import (
     LAYOUT_CHANGES,
     TO_ATTENTION,
@@ -43,13 +42,15 @@ from balancing.sequences.engine.program import (
     Program,
     Rows,
     Task,
-    TokenBytes,
     TransferGroup,
+    Work,
+    backward_steps,
     causal_task,
+    forward_steps,
     in_calls,
     layout_change,
 )
-from balancing.sequences.engine.routing import Routing, Slice, check_routing, routes
+from balancing.sequences.engine.routing import Routing, Slice, TokenBytes, check_routing, routes
 from balancing.sequences.engine.row_indices import RowTable, make_table
 from balancing.sequences.rounds import SMALLEST_TURNS, TurnTokens, turn_tokens
 from balancing.sequences.sequence_plan import SequencePlan, Shard, by_sequence, join_adjacent, runs_of

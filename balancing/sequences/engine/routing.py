@@ -20,13 +20,25 @@ import numpy as np
 
 from balancing.cluster import Cluster
 from balancing.cluster.links import first_nics
+from balancing.sequences.cost import pair_flops
 from balancing.sequences.engine.gather import gathering
 from balancing.sequences.engine.program import TransferGroup
 from balancing.sequences.rounds import SMALLEST_TURNS, TurnTokens
 from balancing.sequences.sequence_plan import SequencePlan, Shard, by_sequence, columns
 from balancing.sequences.traffic import TokenTraffic, remap_traffic
 
-__all__ = ["Flow", "Part", "Route", "Routing", "Slice", "check_routing", "internode_traffic", "route", "routes"]
+__all__ = [
+    "Flow",
+    "Part",
+    "Route",
+    "Routing",
+    "Slice",
+    "TokenBytes",
+    "check_routing",
+    "internode_traffic",
+    "route",
+    "routes",
+]
 
 Flow = tuple[int, int]  # (source, target)
 
@@ -35,6 +47,50 @@ _SLICES = (1, 2, 4, 8)
 _MOST_MESSAGES = 8  # for each NIC; more messages are spread well enough without routing
 Routing = str | int  # "auto", "off", or a number of proxies
 _Flows = dict[TransferGroup, list[TokenTraffic]]
+
+
+class TokenBytes(NamedTuple):
+    """Bytes and FLOPs of one token in the attention of one layer on this rank.
+
+    kv: bytes of its keys and values between nodes; their gradients have as many.
+    qkv: bytes of its query, key and value.
+    out: bytes of its output.
+    pair_flops: FLOPs of one query-key pair, forward.
+    latents: whether latents are sent in place of keys and values. Calls with received keys then hold no own keys.
+    """
+
+    kv: int
+    qkv: int
+    out: int
+    pair_flops: float
+    latents: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        heads: int,
+        kv_heads: int,
+        head_size: int,
+        item_bytes: int,
+        value_size: int | None = None,
+    ) -> "TokenBytes":
+        """For attention with these heads on this rank.
+
+        heads: query heads of the rank.
+        kv_heads: key-value heads of the rank.
+        head_size: elements of a head.
+        item_bytes: bytes of an element, 2 for bf16.
+        value_size: elements of a head of values; head_size by default.
+        """
+        values = head_size if value_size is None else value_size
+        kv = kv_heads * (head_size + values) * item_bytes
+        queries, out = heads * head_size * item_bytes, heads * values * item_bytes
+        return cls(kv, queries + kv, out, pair_flops(heads, head_size, values))
+
+    def row_bytes(self, transfer_group: TransferGroup) -> int:
+        """Bytes of one row of a transfer group. For changes of layout, bytes of the forward pass."""
+        return {"to attention": self.qkv, "to linear": self.out}.get(transfer_group.kind, self.kv)
 
 
 class Part(NamedTuple):

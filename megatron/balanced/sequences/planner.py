@@ -7,7 +7,7 @@ from balancing.cluster import Cluster
 from balancing.sequences import AttentionShape, SequencePlan, plan_attention, plan_sequences
 from balancing.sequences.config import SequenceConfig
 from balancing.sequences.engine.compiler import RankProgram, compile_rank
-from balancing.sequences.engine.program import TokenBytes
+from balancing.sequences.engine.routing import TokenBytes
 from balancing.sequences.planners.minimal_reshard import Lengths, zigzag
 from balancing.sequences.sequence_plan import layer_kinds
 

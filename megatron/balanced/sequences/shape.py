@@ -9,7 +9,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from balancing.pipeline.pattern import read_pattern
 from balancing.sequences import AttentionShape
 from balancing.sequences.engine.kernel_trial import AttentionHeads
-from balancing.sequences.engine.program import TokenBytes
+from balancing.sequences.engine.routing import TokenBytes
 from balancing.sequences.sequence_plan import LatentShape
 
 __all__ = ["attention_shape", "bytes_of_token", "heads_of_rank", "latent_shape", "layer_kind"]
