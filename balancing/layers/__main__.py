@@ -23,6 +23,7 @@ from balancing.layers.from_report import RecordedRun, estimate_memory, read_run
 from balancing.layers.memory import LayerMemory, stage_memory
 from balancing.layers.plan import Pipeline, plan_pipeline
 from balancing.layers.repack import Repack, choose_repack, repack_options
+from balancing.pipeline.fixed_parts import NAMES
 from balancing.pipeline.layout import from_layout, to_layout
 from balancing.pipeline.pattern import read_pattern
 from balancing.pipeline.schedule import Schedule
@@ -33,8 +34,7 @@ __all__ = ["main"]
 
 _MOST_CHUNKS, _WORTH = 4, 0.01  # chunks a stage that are compared, and the fraction of a step that is worth a message
 _MOST_PLACES = 4096  # largest --stages and --virtual
-_MOST_PREDICTION = 64  # layers of multi-token prediction
-_ENDS = 3  # parts that may fill a chunk without layers: embedding, head, multi-token prediction
+_MOST_OF_A_TAIL = 64  # layers
 _WIDTH = 100  # of tables; the terminal wraps lines of text
 
 
@@ -59,7 +59,7 @@ def _parser() -> Parser:
         help="10^9 bytes that a rank may use; the memory of layers is estimated from the report",
     )  # fmt: skip
     add(
-        "--mtp-layers", type=whole_number(0, _MOST_PREDICTION), default=0, metavar="N",
+        "--mtp-layers", type=whole_number(0, _MOST_OF_A_TAIL), default=0, metavar="N",
         help="multi-token-prediction layers to write into the layout",
     )  # fmt: skip
     parser.add_argument("--layout", metavar="STRING", help="evaluate this layout instead of planning one")
@@ -96,10 +96,10 @@ def _show(options: argparse.Namespace, console: Console, repacks: bool) -> None:
     run = read_run(history)
     stages = run.plan.stages if options.stages is None else options.stages
     virtual = run.plan.virtual if options.virtual is None else options.virtual
-    if options.layout is None and stages * virtual > (most := run.cost.layers + _ENDS):
+    if options.layout is None and stages * virtual > (most := run.cost.layers + len(NAMES)):
         raise ValueError(
-            f"{stages:,} stages of {virtual:,} chunks are more than the {run.cost.layers} layers, embedding, head and "
-            f"multi-token prediction can fill; give --stages and --virtual whose product is at most {most}"
+            f"{stages:,} stages of {virtual:,} chunks are more than the {run.cost.layers} layers "
+            f"and {', '.join(NAMES)} can fill; give --stages and --virtual whose product is at most {most}"
         )
     memory = None if options.memory_limit is None else estimate_memory(run)
     sizes = _sizes(run, options, memory) if repacks else []  # before any table, so that errors in flags come first
@@ -148,13 +148,15 @@ def _layout(run: RecordedRun, options: argparse.Namespace, memory: LayerMemory |
         print("No better layout than the recorded one was found.")
     flag = "--pipeline-model-parallel-layout" if run.pattern is None else "--hybrid-layer-pattern"
     print(f'{flag} "{_text(run, plan, options)}"')
-    if options.layout is None and options.virtual is None and not plan.mtp_layers:
+    if options.layout is None and options.virtual is None and not plan.tail_layers:
         _show_chunks(cost, plan, pipeline, memory, limit)
 
 
 def _text(run: RecordedRun, plan: StagePlan, options: argparse.Namespace) -> str:
     """The layout or pattern string of a plan, for Megatron-LM's flag."""
-    return to_layout(plan, mtp_layers=options.mtp_layers) if run.pattern is None else run.pattern.text(plan)
+    if run.pattern is not None:
+        return run.pattern.text(plan)
+    return to_layout(replace(plan, tail_layers=options.mtp_layers or plan.tail_layers))
 
 
 def _given(run: RecordedRun, text: str, stages: int) -> StagePlan:

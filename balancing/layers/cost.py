@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from balancing.layers.fill import SplitPasses, simulate_fill
+from balancing.pipeline.fixed_parts import add_fixed
 from balancing.pipeline.schedule import MEGATRONS, Schedule
 from balancing.pipeline.stage_plan import StagePlan
 from balancing.pipeline.timeline import Timeline, simulate_schedule
@@ -25,7 +26,7 @@ from balancing.pipeline.timeline import Timeline, simulate_schedule
 __all__ = ["CostAverage", "LayerSeconds", "over_ranks"]
 
 FloatArray = NDArray[np.float64]
-_ENDS = ("embedding", "head", "mtp")  # parts that are fixed to a stage
+_FIXED = ("embedding", "head", "tail")  # the fields of `fixed`
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,8 +35,7 @@ class LayerSeconds:
 
     forward: float array [layer].
     backward: float array [layer]; includes recomputation.
-    embedding, head: (forward, backward) of the parts that are fixed to the first and the last stage.
-    mtp: (forward, backward) of multi-token prediction, which is fixed to its stage.
+    embedding, head, tail: (forward, backward) of the parts that no plan moves (`balancing.pipeline.fixed_parts`).
 
     Raises ValueError for seconds that are negative or not finite, and arrays of different lengths.
     """
@@ -44,20 +44,20 @@ class LayerSeconds:
     backward: FloatArray
     embedding: tuple[float, float] = (0.0, 0.0)
     head: tuple[float, float] = (0.0, 0.0)
-    mtp: tuple[float, float] = (0.0, 0.0)
+    tail: tuple[float, float] = (0.0, 0.0)
 
     def __post_init__(self) -> None:
         layers = np.shape(self.forward)
         if len(layers) != 1 or not layers[0]:
             raise ValueError(f"forward has shape {layers}; give one number a layer")
-        for name in ("forward", "backward", *_ENDS):
+        for name in ("forward", "backward", *_FIXED):
             given = np.asarray(getattr(self, name), dtype=float)
-            shape = (2,) if name in _ENDS else layers
+            shape = (2,) if name in _FIXED else layers
             if given.shape != shape:
                 raise ValueError(f"{name} has shape {given.shape}; it has to be {shape}")
             if not (np.isfinite(given) & (given >= 0)).all():
                 raise ValueError(f"{name} has {given.min()} among its seconds; they must be finite and at least 0")
-            if name not in _ENDS:
+            if name not in _FIXED:
                 object.__setattr__(self, name, given)
 
     @property
@@ -68,6 +68,11 @@ class LayerSeconds:
     def total(self) -> FloatArray:
         """Float array [layer]: forward plus backward, the cost for `plan_stages`."""
         return self.forward + self.backward
+
+    @property
+    def fixed(self) -> FloatArray:
+        """Float array [part, 2]: forward and backward of the parts that no plan moves."""
+        return np.array([self.embedding, self.head, self.tail], dtype=float)
 
     def stage_seconds(self, plan: StagePlan) -> tuple[FloatArray, FloatArray]:
         """Forward and backward seconds of one micro-batch, each [stage, chunk], for `simulate_schedule`."""
@@ -87,9 +92,7 @@ class LayerSeconds:
         both = []
         for each, at in ((self.forward, 0), (self.backward, 1)):
             sums = np.diff(np.concatenate([[0.0], np.cumsum(each)])[bounds], axis=1)
-            sums[:, 0] += self.embedding[at]
-            sums[:, -1] += self.head[at]
-            sums[:, -1 - behind] += self.mtp[at]
+            add_fixed(self.fixed[:, at], sums, behind)
             both.append(
                 np.ascontiguousarray(sums.reshape(len(bounds), sums.shape[1] // stages, stages).transpose(0, 2, 1))
             )
@@ -132,9 +135,8 @@ class LayerSeconds:
     def split_passes(self, plan: StagePlan, weight_share: FloatArray | float) -> SplitPasses:
         """The input of `simulate_fill`. The weight gradient of each layer is one deferred piece.
 
-        The weight gradients of embedding, head and multi-token prediction are not deferred, since their inputs are
-        larger than all others. A layer keeps activations in proportion to its forward seconds, none if it has no
-        backward.
+        The weight gradients of parts that no plan moves are not deferred, since their inputs are larger than all
+        others. A layer keeps activations in proportion to its forward seconds, none if it has no backward.
 
         weight_share: fraction of each layer's backward seconds for its weight gradient, a number or float array
             [layer].
@@ -147,14 +149,13 @@ class LayerSeconds:
         return SplitPasses(forward, backward - weights, weights, activation, np.maximum(pieces, 1).astype(np.int64))
 
     def _values(self) -> FloatArray:
-        """All values in one array [2 * layers + 6]."""
-        parts = (self.forward, self.backward, self.embedding, self.head, self.mtp)
-        return np.concatenate([np.asarray(part, dtype=float) for part in parts])
+        """All values in one array [2 * layers + 2 * parts]."""
+        return np.concatenate([self.forward, self.backward, self.fixed.ravel()])
 
     def _with(self, values: FloatArray) -> "LayerSeconds":
         n = self.layers
-        ends = values[2 * n :].tolist()
-        return LayerSeconds(values[:n], values[n : 2 * n], (ends[0], ends[1]), (ends[2], ends[3]), (ends[4], ends[5]))
+        fixed = [(forward, backward) for forward, backward in values[2 * n :].reshape(-1, 2).tolist()]
+        return LayerSeconds(values[:n], values[n : 2 * n], *fixed)
 
 
 def over_ranks(device: ArrayLike, wall: ArrayLike, experts: ArrayLike, *, tells_waiting: bool = True) -> FloatArray:

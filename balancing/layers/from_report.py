@@ -9,6 +9,7 @@ import numpy as np
 from balancing.layers.cost import LayerSeconds
 from balancing.layers.memory import LayerMemory, in_flight, stage_memory
 from balancing.layers.repack import Running
+from balancing.pipeline.fixed_parts import NAMES
 from balancing.pipeline.pattern import Pattern
 from balancing.pipeline.schedule import MEGATRONS, Schedule
 from balancing.pipeline.stage_plan import StagePlan
@@ -39,7 +40,7 @@ def read_run(report: History | str | os.PathLike[str]) -> RecordedRun:
 
     report: the result of `read_history`, or the directory of --balance-report.
 
-    Embedding, head and multi-token prediction cost nothing if they were not timed. Raises ValueError, one line, if
+    Parts that no plan moves, such as the head, cost nothing if they were not timed. Raises ValueError, one line, if
     there is no run, or if layers were not timed or are incomplete.
     """
     history = report if isinstance(report, History) else read_history(report)
@@ -56,13 +57,13 @@ def read_run(report: History | str | os.PathLike[str]) -> RecordedRun:
     if numbers != list(range(len(numbers))):
         missing = sorted(set(range(max(numbers) + 1)) - set(numbers))
         raise ValueError(f"{directory} lacks layer {missing[0]}; a plan needs the cost of every layer")
-    odd = [name for name in costs.names if isinstance(name, str) and name not in ("embedding", "head", "mtp")]
+    odd = [name for name in costs.names if isinstance(name, str) and name not in NAMES]
     if odd:
         raise ValueError(f"{directory} has costs of {odd[0]!r}, a part that plans do not know; they know numbered "
-                         "layers, the embedding, the head and multi-token prediction")  # fmt: skip
+                         f"layers, {', '.join(NAMES)}")  # fmt: skip
     stage, chunk = costs.stage[numbered], costs.chunk[numbered]
     stages, virtual = summary.stage_count, 1 + int(chunk.max())
-    if stages * virtual > len(stage) + 3:  # embedding, multi-token prediction and head may have chunks of their own
+    if stages * virtual > len(stage) + len(NAMES):  # each fixed part may have a chunk of its own
         raise ValueError(
             f"{directory} has {len(stage)} layers, too few for its {stages} stages of {virtual} chunks; record the run "
             "again"
@@ -72,9 +73,9 @@ def read_run(report: History | str | os.PathLike[str]) -> RecordedRun:
     plan = StagePlan.from_counts(tuple(tuple(row) for row in counts.tolist()))
     if plan.stage_of != tuple(stage.tolist()):
         raise ValueError(f"{directory} has layers on stages {stage.tolist()}, out of the pipeline's order")
-    if "mtp" in costs.names:
-        at = costs.names.index("mtp")
-        plan = replace(plan, mtp_layers=1, mtp_chunk=int(costs.chunk[at]) * stages + int(costs.stage[at]))
+    if NAMES[-1] in costs.names:
+        at = costs.names.index(NAMES[-1])
+        plan = replace(plan, tail_layers=1, tail_chunk=int(costs.chunk[at]) * stages + int(costs.stage[at]))
     lines = [history.stages[i] for i in summary.counted if i in history.stages]
     if not lines or not lines[-1]["micro_batches"]:
         raise ValueError(f"{directory} does not say how many micro-batches a step has; train with a newer version")
@@ -93,9 +94,7 @@ def read_run(report: History | str | os.PathLike[str]) -> RecordedRun:
         cost=LayerSeconds(
             costs.forward[numbered],
             (costs.backward + costs.recompute)[numbered],
-            ends("embedding"),
-            ends("head"),
-            ends("mtp"),
+            *map(ends, NAMES),
         ),
         plan=plan,
         micro_batches=int(lines[-1]["micro_batches"]),

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from balancing.layers.cost import LayerSeconds, over_ranks
 from balancing.layers.memory import LayerMemory, stage_memory
+from balancing.pipeline.fixed_parts import NAMES
 from balancing.pipeline.schedule import MEGATRONS, Schedule
 from balancing.pipeline.stage_plan import StagePlan
 from balancing.report.exposed import exposed_seconds
@@ -29,17 +30,17 @@ def layer_seconds(record: RankRecord, layers: int, *, in_turn: bool = False) -> 
     in_turn: whether the passes of two micro-batches alternate layer part by layer part. The wall-clock time of a pass
         then contains time of the other pass. Messages overlap with the other pass, so only their exposed part counts.
 
-    Returns a float array [layers + 3, 2, 2].
-    Axis 0: the layers, the embedding, the head and multi-token prediction; nan for parts that the rank does not hold.
+    Returns a float array [layers + fixed parts, 2, 2].
+    Axis 0: the layers, and the parts of `balancing.pipeline.fixed_parts`; nan for what the rank does not hold.
     Axis 1: forward, and backward with recomputation.
     Axis 2: device seconds, and wall-clock seconds (with `in_turn`, device seconds plus exposed messages).
 
     A pass may have several spans, which follow each other among the spans of its part.
     """
-    seconds = np.zeros((layers + 3, 2, 2))
-    passes = np.zeros(layers + 3)
+    names = [*range(layers), *NAMES]
+    seconds, passes = np.zeros((len(names), 2, 2)), np.zeros(len(names))
     latest: dict[int | str, int] = {}  # part -> micro-batch of its latest forward pass
-    row = {"embedding": layers, "head": layers + 1, "mtp": layers + 2} | {number: number for number in range(layers)}
+    row: dict[int | str, int] = {name: number for number, name in enumerate(names)}
     for span in record.spans:
         if span.layer in row and span.kind in ("forward", "backward", "recompute"):
             seconds[row[span.layer], int(span.kind != "forward")] += span.busy, span.busy if in_turn else span.seconds
@@ -58,26 +59,26 @@ def join_ranks(
 ) -> list[LayerSeconds]:
     """The cost of the whole model in each of several iterations.
 
-    seconds: for each rank an array [iteration, layers + 3, 2, 2] of `layer_seconds`.
+    seconds: for each rank an array [iteration, layers + fixed parts, 2, 2] of `layer_seconds`.
     experts: for each rank the number of its expert-parallel group.
     tells_waiting: whether device seconds exclude waits for other ranks, as in `over_ranks`.
 
-    Raises ValueError if a part of the model was measured on no rank. Multi-token prediction may be absent; it then
-    costs 0.
+    Raises ValueError if a part of the model was measured on no rank. The tail may be absent; it then costs 0.
     """
     measured, group = np.stack(seconds), np.asarray(experts)
     whole = np.empty(measured.shape[1:4])
-    mtp = measured.shape[2] - 1
-    whole[:, mtp] = 0.0
+    tail = measured.shape[2] - 1
+    whole[:, tail] = 0.0
     for part in range(measured.shape[2]):
         holders = ~np.isnan(measured[:, 0, part, 0, 0])
         if not holders.any():
-            if part == mtp:
+            if part == tail:
                 continue
-            raise ValueError(f"part {part} of {mtp} (layers, embedding, head) was measured on no rank")
+            raise ValueError(f"part {part} of {tail} (layers, embedding, head) was measured on no rank")
         device, wall = np.moveaxis(measured[holders, :, part], -1, 0)
         whole[:, part] = over_ranks(device, wall, group[holders], tells_waiting=tells_waiting)
-    return [LayerSeconds(step[:-3, 0], step[:-3, 1], *((end[0], end[1]) for end in step[-3:])) for step in whole]
+    layers = measured.shape[2] - len(NAMES)
+    return [LayerSeconds(*step[:layers].T, *map(tuple, step[layers:].tolist())) for step in whole]
 
 
 def fit_activations(

@@ -12,6 +12,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from balancing.pipeline.fixed_parts import add_fixed
 from balancing.pipeline.schedule import MEGATRONS, Schedule
 from balancing.pipeline.stage_plan import StagePlan
 
@@ -27,8 +28,7 @@ class LayerMemory:
     static: float array [layer], bytes of weights, gradients and optimizer state.
     activation: float array [layer] or one number for all layers, bytes that one micro-batch keeps until its backward;
         0 for a frozen layer.
-    embedding, head: static bytes of the parts that are fixed to the first and the last stage.
-    mtp: static bytes of multi-token prediction, which is fixed to its stage.
+    embedding, head, tail: static bytes of the parts that no plan moves (`balancing.pipeline.fixed_parts`).
     embedding_activation, head_activation: bytes that one micro-batch keeps of embedding and head until its backward.
     buffers: bytes that every rank holds with any layers, such as shared slots of expert replicas, and keys and values
         received from other ranks.
@@ -42,7 +42,7 @@ class LayerMemory:
     head: float = 0.0
     embedding_activation: float = 0.0
     head_activation: float = 0.0
-    mtp: float = 0.0
+    tail: float = 0.0
     buffers: float = 0.0
 
     def __post_init__(self) -> None:
@@ -54,7 +54,7 @@ class LayerMemory:
             raise ValueError(f"activation bytes have shape {activation.shape}, static bytes {static.shape}")
         object.__setattr__(self, "static", static)
         object.__setattr__(self, "activation", activation)
-        fixed = ("embedding", "head", "embedding_activation", "head_activation", "mtp", "buffers")
+        fixed = ("embedding", "head", "embedding_activation", "head_activation", "tail", "buffers")
         for name in ("static", "activation", *fixed):
             given = np.asarray(getattr(self, name), dtype=float)
             if not (np.isfinite(given) & (given >= 0)).all():
@@ -64,6 +64,16 @@ class LayerMemory:
     def activation_of_layers(self) -> FloatArray:
         """`activation` as an array [layer]."""
         return np.broadcast_to(np.asarray(self.activation), self.static.shape)
+
+    @property
+    def fixed(self) -> tuple[float, float, float]:
+        """[part]: static bytes of the parts that no plan moves."""
+        return self.embedding, self.head, self.tail
+
+    @property
+    def fixed_activation(self) -> tuple[float, float, float]:
+        """[part]: bytes that one micro-batch keeps of the parts that no plan moves, until its backward."""
+        return self.embedding_activation, self.head_activation, 0.0
 
 
 @lru_cache(maxsize=64)
@@ -128,16 +138,15 @@ def stage_memory(
     micro_batches, schedule: as in `in_flight`. With deferred weight gradients, every stage may keep as many bytes of
     activations as the stage with the most.
     """
-    resting, kept = np.zeros(plan.stages), np.zeros(plan.stages)
+    resting, fixed, kept = (np.zeros(plan.stages) for _ in range(3))
+    add_fixed(memory.fixed, fixed, plan.behind)
     moments = in_flight(plan.stages, plan.virtual, micro_batches, schedule)
+    activation = np.array([memory.activation_of_layers[list(chunk)].sum() for chunk in plan.order])
+    add_fixed(memory.fixed_activation, activation, plan.behind)
+    held = np.ascontiguousarray(activation.reshape(plan.virtual, plan.stages).T)
     for stage, chunks in enumerate(plan.chunks):
-        first, last = stage == 0, stage == plan.stages - 1
-        activation = np.array([memory.activation_of_layers[list(chunk)].sum() for chunk in chunks])
-        activation[0] += memory.embedding_activation * first
-        activation[-1] += memory.head_activation * last
         static = memory.buffers + float(sum(memory.static[list(chunk)].sum() for chunk in chunks))
-        static += memory.embedding * first + memory.head * last + memory.mtp * (stage == plan.stages - 1 - plan.behind)
-        resting[stage], kept[stage] = static, (moments[stage] @ activation).max()
+        resting[stage], kept[stage] = static + fixed[stage], (moments[stage] @ held[stage]).max()
     return resting + (kept.max() if schedule.weight_share else kept)
 
 

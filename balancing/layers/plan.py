@@ -8,7 +8,7 @@ that cost as much as layers.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
@@ -19,6 +19,7 @@ from balancing.layers.memory import LayerMemory, as_memory, stage_memory
 from balancing.layers.planners.diffusion import diffuse
 from balancing.layers.planners.optimal import Problem, memory_shortfall, optimal_bounds, room_of
 from balancing.layers.planners.refine import refine_plan
+from balancing.pipeline.layout import to_layout
 from balancing.pipeline.schedule import MEGATRONS, Schedule
 from balancing.pipeline.stage_plan import StagePlan
 
@@ -27,6 +28,8 @@ __all__ = [
     "ONE_CHUNK",
     "Method",
     "Pipeline",
+    "check_method",
+    "check_movable",
     "plan_partition",
     "plan_pipeline",
     "plan_stages",
@@ -99,8 +102,7 @@ def plan_partition(
 ) -> StagePlan:
     """Divide layers among the stages of a pipeline, in order, by forward plus backward seconds.
 
-    cost: seconds of the layers. Multi-token prediction stays on its chunk of `current`; without `current` it is on the
-        last stage.
+    cost: seconds of the layers. The tail stays on its chunk of `current`; without `current` it is on the last stage.
     pipeline: its micro-batches and schedule determine the activations in flight.
     memory: bytes of each layer, as a LayerMemory or as an array [layer] of static bytes.
     memory_limit: bytes a rank may use, one number or one per stage; a hard limit.
@@ -120,9 +122,8 @@ def plan_partition(
     bytes_of, limit = _memory_of(len(seconds), stages, memory, memory_limit)
     home = np.full(len(seconds), -1) if current is None else np.array(current.stage_of)
     weight = np.ones(len(seconds)) if bytes_of is None or not bytes_of.static.any() else bytes_of.static
-    embedding, head, mtp = (float(sum(end)) for end in (cost.embedding, cost.head, cost.mtp))
-    problem = Problem(seconds, int(stages), int(virtual), embedding, head, bytes_of, limit, home, weight,
-                      int(min_layers), micro_batches, mtp, behind, schedule)  # fmt: skip
+    problem = Problem(seconds, int(stages), int(virtual), cost.fixed.sum(axis=1), bytes_of, limit, home, weight,
+                      int(min_layers), micro_batches, behind, schedule)  # fmt: skip
     start = uniform_bounds(problem.layers, stages * virtual - problem.behind) + [problem.layers] * problem.behind
     if current is not None and method != "uniform" and (current.stages, current.virtual) == (stages, virtual):
         start = list(current.bounds)
@@ -131,12 +132,12 @@ def plan_partition(
         if not bounds:
             raise _does_not_fit(problem)
     elif method == "diffusion":
-        bounds = diffuse(problem.cost, start, problem.fixed(), least=min_layers, fits=_fits(problem))
+        bounds = diffuse(problem.cost, start, problem.fixed_load(), least=min_layers, fits=_fits(problem))
     else:
         bounds = start
     plan = StagePlan.from_bounds(bounds, stages, method)
     if current is not None and (current.stages, current.virtual) == (stages, virtual):
-        plan = replace(plan, mtp_layers=current.mtp_layers, mtp_chunk=current.mtp_chunk)
+        plan = plan.with_tail_of(current)
     assert plan.layers == problem.layers, f"{plan.layers} of {problem.layers} layers are planned"
     if problem.memory is not None and problem.limit is not None:
         excess = stage_memory(plan, problem.memory, micro_batches, schedule) - problem.limit
@@ -149,6 +150,33 @@ def plan_partition(
         # The planner sums bytes in another order, so the last digit may differ.
         assert over <= 1e-9 * problem.limit.max(), f"the plan is {over} bytes over the limit"
     return plan
+
+
+def check_method(method: str, virtual: int, behind: int) -> None:
+    """Raise ValueError, one line, for a pipeline that a method cannot plan.
+
+    virtual: chunks a stage.
+    behind: number of chunks at the end that can have no layers (`StagePlan.behind`).
+    """
+    if method not in ONE_CHUNK:
+        return
+    if virtual > 1:
+        raise ValueError(f"planner {method} plans one chunk a stage, not {virtual}; use optimal")
+    if behind:
+        raise ValueError(
+            f"planner {method} gives every stage layers, and the last {behind}, after m of the layout, can have none; "
+            "use optimal"
+        )
+
+
+def check_movable(plan: StagePlan, method: str) -> None:
+    """Raise ValueError, one line, for a plan in force whose layers cannot move as `method` plans."""
+    check_method(method, plan.virtual, plan.behind)
+    if plan.tail_chunk and plan.tail_chunk % plan.stages == 0:
+        raise ValueError(
+            f"layers cannot move with --pipeline-model-parallel-layout {to_layout(plan)}: a later chunk of the first "
+            "stage has m, which brings an embedding of its own; put m on another stage"
+        )
 
 
 def uniform_bounds(layers: int, chunks: int) -> list[int]:
@@ -219,14 +247,9 @@ def _behind(layers: int, pipeline: Pipeline, current: StagePlan | None, method: 
             raise ValueError(f"{name}={size!r} must be a whole number of at least {least}")
     if method not in METHODS:
         raise ValueError(f"unknown method {method!r}; known: {', '.join(METHODS)}")
-    if virtual > 1 and method in ONE_CHUNK:
-        raise ValueError(f"method {method!r} plans one chunk a stage, not {virtual}; use 'optimal' or virtual=1")
     same = current is not None and (current.stages, current.virtual) == (stages, virtual)
     behind = current.behind if current is not None and same else 0
-    if behind and method in ONE_CHUNK:
-        raise ValueError(
-            f"method {method!r} cannot leave the chunks after multi-token prediction without layers; use 'optimal'"
-        )
+    check_method(method, virtual, behind)
     fewest = min_layers if method in ("optimal", "diffusion") else max(min_layers, 1)
     if layers < (stages * virtual - behind) * fewest:
         raise ValueError(

@@ -3,6 +3,7 @@
 stage     the ranks of one position in the pipeline
 chunk     consecutive layers of a stage; an interleaved schedule has several chunks a stage
 plan      the layers of each chunk of each stage (`StagePlan`), in the order of the model
+fixed     the parts that no plan moves: embedding, head and tail (`balancing.pipeline.fixed_parts`)
 layout    a plan as the string of Megatron-LM's --pipeline-model-parallel-layout
 pattern   the kinds of layers of a hybrid model, as the string of Megatron-LM's --hybrid-layer-pattern
 schedule  the order of forward and backward passes on each stage (`Schedule`)

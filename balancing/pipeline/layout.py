@@ -14,15 +14,10 @@ from balancing.pipeline.stage_plan import StagePlan
 __all__ = ["from_layout", "to_layout"]
 
 
-def to_layout(plan: StagePlan, *, mtp_layers: int = 0) -> str:
-    """The layout string of `plan`. mtp_layers: multi-token-prediction layers; 0 takes those of `plan`.
-
-    Raises ValueError if mtp_layers is negative.
-    """
-    if mtp_layers < 0:
-        raise ValueError(f"mtp_layers={mtp_layers} must be at least 0")
+def to_layout(plan: StagePlan) -> str:
+    """The layout string of `plan`."""
     runs = ["t" * len(chunk) if len(chunk) < 4 else f"t*{len(chunk)}" for chunk in plan.order]
-    runs[len(runs) - 1 - plan.behind] += "m" * (mtp_layers or plan.mtp_layers)
+    runs[len(runs) - 1 - plan.behind] += "m" * plan.tail_layers
     if len(runs) == 1:
         return f"E{runs[0]}L"
     middle = ""
@@ -69,7 +64,7 @@ def from_layout(layout: str, stages: int, *, layers: int | None = None) -> Stage
     for chunk in chunks:
         bounds.append(bounds[-1] + chunk.count("t"))
     plan = StagePlan.from_bounds(bounds, stages)
-    return replace(plan, mtp_layers=along.count("m"), mtp_chunk=predicting[0]) if predicting else plan
+    return replace(plan, tail_layers=along.count("m"), tail_chunk=predicting[0]) if predicting else plan
 
 
 def _unrolled(layout: str) -> str:

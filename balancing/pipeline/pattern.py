@@ -86,7 +86,7 @@ class Pattern:
                 f"--hybrid-layer-pattern {self.text()} has {len(segments)} segments, which {stages} pipeline stages "
                 "do not divide; add or remove a |"
             )
-        return replace(StagePlan.from_bounds((0, *accumulate(segments)), stages), mtp_layers=self.depths)
+        return replace(StagePlan.from_bounds((0, *accumulate(segments)), stages), tail_layers=self.depths)
 
     def _spread(self, stages: int, first: int | None, last: int | None) -> tuple[int, ...]:
         """Number of layers of each stage, for a pattern of one segment."""

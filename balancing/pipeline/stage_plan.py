@@ -5,7 +5,7 @@ s - 1, and chunk v of stage 0 follows chunk v - 1 of the last stage, as in Megat
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 
@@ -18,17 +18,17 @@ class StagePlan:
 
     chunks: [stage][chunk] -> global layer numbers from 0, ascending.
     method: the planner that made the plan.
-    mtp_layers: number of multi-token-prediction layers, which come after all others.
-    mtp_chunk: the chunk of the multi-token-prediction layers, counted along the pipeline; None for the last chunk.
+    tail_layers: number of layers of the tail (`balancing.pipeline.fixed_parts`), which come after all others.
+    tail_chunk: the chunk of the tail, counted along the pipeline; None for the last chunk.
 
     Raises ValueError unless the layers along the pipeline are 0, 1, 2, ... without gaps, all stages have the same
-    number of chunks, and no layer comes after multi-token prediction.
+    number of chunks, and no layer comes after the tail.
     """
 
     chunks: tuple[tuple[tuple[int, ...], ...], ...]
     method: str = "given"
-    mtp_layers: int = 0
-    mtp_chunk: int | None = None
+    tail_layers: int = 0
+    tail_chunk: int | None = None
 
     def __post_init__(self) -> None:
         if not self.chunks or not self.chunks[0]:
@@ -40,7 +40,7 @@ class StagePlan:
             if layer != expected:
                 raise ValueError(f"layer {layer} is in the place of layer {expected}; layers must keep their order")
         if any(self.order[len(self.order) - self.behind :]):
-            raise ValueError(f"layer {self.layers - 1} is on a chunk after that of multi-token prediction")
+            raise ValueError(f"layer {self.layers - 1} is on a chunk after that of the tail")
 
     @classmethod
     def from_counts(cls, counts: tuple[tuple[int, ...], ...]) -> "StagePlan":
@@ -72,10 +72,14 @@ class StagePlan:
 
     @property
     def behind(self) -> int:
-        """Number of chunks after that of multi-token prediction, at the end of the pipeline. They have no layers."""
-        if not self.mtp_layers or self.mtp_chunk is None:
+        """Number of chunks after that of the tail, at the end of the pipeline. They have no layers."""
+        if not self.tail_layers or self.tail_chunk is None:
             return 0
-        return self.stages * self.virtual - 1 - self.mtp_chunk
+        return self.stages * self.virtual - 1 - self.tail_chunk
+
+    def with_tail_of(self, other: "StagePlan") -> "StagePlan":
+        """This plan, with the tail on its chunk of `other`."""
+        return replace(self, tail_layers=other.tail_layers, tail_chunk=other.tail_chunk)
 
     @property
     def layers(self) -> int:

@@ -18,7 +18,7 @@ class Span(NamedTuple):
     kind         "forward", "backward" or "recompute" of one layer; "forward-step" or "backward-step" for the whole call
                  of a stage on one micro-batch; "forward-exposed" or "backward-exposed" for messages of one layer that
                  no computation hides; any other kind ("plan", "apply", "optimizer") is shown under its name
-    layer        global layer number from 0, "embedding", "head", "mtp", or "" for no layer
+    layer        global layer number from 0, a part of `balancing.pipeline.fixed_parts`, or "" for no layer
     chunk        virtual pipeline chunk of the rank, from 0
     micro_batch  number of the micro-batch in this iteration, from 0
     start        wall-clock seconds after the rank's own step began (`RankRecord.start` puts ranks on one axis)

@@ -304,6 +304,11 @@ class Job:
         )
 
     @property
+    def tail_layers(self) -> int:
+        """Layers behind those of the model's body (`StagePlan.tail_layers`)."""
+        return self.mtp_num_layers or 0
+
+    @property
     def plan(self) -> StagePlan:
         """The layers of each stage as Megatron-LM would place them."""
         stages = self.pipeline_model_parallel_size
@@ -314,7 +319,7 @@ class Job:
             return from_layout(self.pipeline_model_parallel_layout, stages, layers=self.num_layers)
         counts = self._counts(stages, self.chunks)
         plan = StagePlan.from_counts(tuple(tuple(row) for row in counts))
-        return replace(plan, mtp_layers=self.mtp_num_layers or 0)
+        return replace(plan, tail_layers=self.tail_layers)
 
     def _counts(self, stages: int, chunks: int) -> list[list[int]]:
         ends = self.decoder_first_pipeline_num_layers, self.decoder_last_pipeline_num_layers

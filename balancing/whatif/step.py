@@ -380,19 +380,19 @@ class StepModel:
         """
         forward = np.array([work.total - work.backward for work in works])
         backward = np.array([work.backward for work in works])
-        head, extra = self.head(), (0.0, 0.0)
-        if depth := self.job.mtp_num_layers or 0:
-            # A depth of multi-token prediction: a layer, a projection from two widths to one, and another head.
+        head, tail = self.head(), (0.0, 0.0)
+        if count := self.job.tail_layers:
+            # A layer of the tail has a projection from two widths to one, and another head.
             joined = 4 * self.job.tokens * self.job.hidden_size**2 / self.tensor / self._flops
-            extra = (
-                depth * (float(forward[-1]) + joined + head[0]),
-                depth * (float(backward[-1]) + 2 * joined + head[1]),
+            tail = (
+                count * (float(forward[-1]) + joined + head[0]),
+                count * (float(backward[-1]) + 2 * joined + head[1]),
             )
         embedding = self.embedding()
         if self.job.freeze_layers:
             backward[: self.job.freeze_layers] = 0.0
             embedding = embedding[0], 0.0
-        return LayerSeconds(forward, backward, embedding, head, extra)
+        return LayerSeconds(forward, backward, embedding, head, tail)
 
     def data_parallel_seconds(self, plan: StagePlan) -> float:
         """Exposed seconds of data-parallel communication (gradients, parameters) and of the optimizer, in a step."""
@@ -442,9 +442,9 @@ class StepModel:
         activation[: job.freeze_layers] = 0.0
         ends = self.end_parameters * self._state_bytes(job.data_parallel * job.context_parallel_size)
         head = 4.0 * job.tokens * job.vocabulary / self.tensor
-        mtp = (job.mtp_num_layers or 0) * (static[-1] + activation[-1])
+        tail = job.tail_layers * (static[-1] + activation[-1])
         tied = not job.untie_embeddings_and_output_weights and job.pipeline_model_parallel_size == 1
-        parts = LayerMemory(static, activation, ends, 0.0 if tied else ends, 0.0, 0.0, mtp)
+        parts = LayerMemory(static, activation, ends, 0.0 if tied else ends, 0.0, 0.0, tail)
         peak = stage_memory(plan, parts, job.micro_batches, job.schedule)
         peak[-1] += head  # one micro-batch's logits at a time
         return peak

@@ -91,7 +91,7 @@ def test_incompatible_flags(case):
     [
         ({"num_virtual_stages_per_pipeline_rank": 2}, LayerConfig(True, planner="diffusion"), "diffusion"),
         ({"pipeline_model_parallel_layout": "Et|t|t|tL"}, LayerConfig(True, planner="diffusion"), "diffusion"),
-        ({"pipeline_model_parallel_layout": "Et*8m|L"}, LayerConfig(True, planner="diffusion"), "multi-token"),
+        ({"pipeline_model_parallel_layout": "Et*8m|L"}, LayerConfig(True, planner="diffusion"), "have none"),
     ],
 )
 def test_incompatible_settings(given, layers, words):

@@ -41,7 +41,7 @@ def test_megatron_reads_what_we_write_and_we_read_it_back(stages, virtual, data)
     if data.draw(st.booleans()):
         sizes = [sizes[0]] * len(sizes) if sizes[0] else sizes
     plan = StagePlan.from_bounds(np.concatenate([[0], np.cumsum(sizes)]).tolist(), stages)
-    text = to_layout(plan, mtp_layers=1 if stages > 1 else 0)
+    text = to_layout(replace(plan, tail_layers=1 if stages > 1 else 0))
     theirs = PipelineParallelLayerLayout(text, stages)
     theirs.validate_layer_layout(plan.layers, 1 if stages > 1 else 0)
     for stage in range(stages):
@@ -56,7 +56,7 @@ def test_short_strings():
     assert to_layout(StagePlan.from_counts(((5,), (4,)))) == "Et*5|t*4L"
     alone = from_layout("Et*3|(tt|)*29,m|L", 32)
     assert alone.counts == ((3,),) + ((2,),) * 29 + ((0,), (0,))
-    assert (alone.mtp_layers, alone.mtp_chunk, alone.behind) == (1, 30, 1)
+    assert (alone.tail_layers, alone.tail_chunk, alone.behind) == (1, 30, 1)
     assert from_layout("E|t|tt|L", 2).chunks == (((), (1, 2)), ((0,), ()))
 
 

@@ -43,16 +43,16 @@ def test_refinement_of_chunks_is_no_slower_than_either_start(virtual, behind):
     stages, layers = 4, 24
     for _ in range(6):
         forward = draw.lognormal(0, 0.5, layers)
-        model = LayerSeconds(forward, forward * draw.uniform(0, 2, layers), head=(1.0, 2.0), mtp=(0.5, 1.0))
+        model = LayerSeconds(forward, forward * draw.uniform(0, 2, layers), head=(1.0, 2.0), tail=(0.5, 1.0))
         start = uniform_bounds(layers, stages * virtual - behind) + [layers] * behind
-        current = replace(StagePlan.from_bounds(start, stages), mtp_layers=1, mtp_chunk=stages * virtual - 1 - behind)
+        current = replace(StagePlan.from_bounds(start, stages), tail_layers=1, tail_chunk=stages * virtual - 1 - behind)
         plan = plan_partition(model, Pipeline(stages, None, virtual), current=current)
         for in_parts in (False, True):
             schedule = {"transfer": 0.1, "schedule": Schedule(5 if virtual > 1 else None, in_parts=in_parts)}
             refined = refine_plan(plan, model, 10, current=current, **schedule)
             seconds = [model.simulate(each, 10, **schedule).step_time for each in (plan, current, refined)]
             assert seconds[2] <= (seconds[0] if virtual == 1 else min(seconds[:2])) * (1 + 1e-9)
-            assert (refined.mtp_layers, refined.mtp_chunk, refined.behind) == (1, plan.mtp_chunk, behind)
+            assert (refined.tail_layers, refined.tail_chunk, refined.behind) == (1, plan.tail_chunk, behind)
             assert min(map(len, refined.order[: stages * virtual - behind])) >= 1
             better += seconds[2] < min(seconds[:2]) * 0.999
     assert better, "no plan could be improved: the test does not test"

@@ -116,7 +116,7 @@ def test_what_ranks_measured_becomes_the_cost_of_the_model():
     assert cost.forward.tolist() == [1.0, 3.0], "the slowest of ranks that wait for each other"
     assert cost.backward.tolist() == [3.0, 6.0]
     assert (cost.embedding, cost.head) == ((0.5, 0.0), (0.25, 0.5))
-    assert cost.mtp == (0.0, 0.0)
+    assert cost.tail == (0.0, 0.0)
     (cost,) = join_ranks(in_turn, [0, 0, 1])
     assert cost.forward.tolist() == [1.0, 2.5], "the mean of replicas"
     seconds = [layer_seconds(record, 2)[None] for record in records]

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from balancing.layers.memory import LayerMemory, in_flight
 from balancing.layers.planners.linear_partition import Room, least_over, linear_partition
+from balancing.pipeline.fixed_parts import add_fixed
 from balancing.pipeline.schedule import MEGATRONS, Schedule
 
 __all__ = ["Problem", "memory_shortfall", "optimal_bounds"]
@@ -41,7 +42,7 @@ class Problem:
 
     cost: [layer], seconds.
     stages, virtual: pipeline size, and chunks a stage.
-    embedding, head: seconds fixed to the first and the last stage.
+    fixed: [part], seconds of the parts that no plan moves (`balancing.pipeline.fixed_parts`).
     memory: bytes of layers; None if memory does not matter.
     limit: [stage], bytes that a rank may use; None for no limit.
     home: [layer], the stage that holds each layer now, -1 for none.
@@ -49,22 +50,19 @@ class Problem:
     least: fewest layers of a chunk.
     micro_batches: number of micro-batches of a step; None if there are enough to fill the pipeline.
     schedule: as in `in_flight`.
-    mtp: seconds of multi-token prediction.
-    behind: number of chunks after that of multi-token prediction, at the end of the pipeline. They have no layers.
+    behind: number of chunks without layers at the end of the pipeline (`StagePlan.behind`).
     """
 
     cost: FloatArray
     stages: int
     virtual: int
-    embedding: float
-    head: float
+    fixed: FloatArray
     memory: LayerMemory | None
     limit: FloatArray | None
     home: NDArray[np.int64]
     weight: FloatArray
     least: int
     micro_batches: int | None = None
-    mtp: float = 0.0
     behind: int = 0
     schedule: Schedule = MEGATRONS
 
@@ -72,12 +70,10 @@ class Problem:
     def layers(self) -> int:
         return len(self.cost)
 
-    def fixed(self) -> FloatArray:
-        """Float array [stage]: seconds of the parts that are fixed to a stage."""
+    def fixed_load(self) -> FloatArray:
+        """Float array [stage]: seconds of the parts that no plan moves."""
         load = np.zeros(self.stages)
-        load[0] += self.embedding
-        load[-1] += self.head
-        load[-1 - self.behind] += self.mtp
+        add_fixed(self.fixed, load, self.behind)
         return load
 
     def in_flight(self) -> IntArray:
@@ -105,10 +101,8 @@ def room_of(problem: Problem, bounds: Sequence[int], group: int) -> Room | None:
     static = _by_chunk(memory.static, problem, bounds)[others].sum(0)
     held = _by_chunk(memory.activation_of_layers, problem, bounds) * others[:, None]
     static += memory.buffers
-    static[[0, -1]] += memory.embedding, memory.head
-    static[-1 - problem.behind] += memory.mtp
-    held[0, 0] += memory.embedding_activation
-    held[-1, -1] += memory.head_activation
+    add_fixed(memory.fixed, static, problem.behind)
+    add_fixed(memory.fixed_activation, held.reshape(-1), problem.behind)
     part = slice(bounds[group * problem.stages], bounds[(group + 1) * problem.stages])
     base = static[:, None] + np.einsum("smv,vs->sm", moments, held)
     return Room(memory.static[part], memory.activation_of_layers[part], base, moments[:, :, group].astype(float), limit)
@@ -147,7 +141,7 @@ def _solve(problem: Problem, bounds: list[int], group: int) -> list[int]:
     stages, filled = problem.stages, problem.filled(group)
     first, last = bounds[group * stages], bounds[(group + 1) * stages]
     others = np.arange(problem.virtual) != group
-    fixed = problem.fixed() + _by_chunk(problem.cost, problem, bounds)[others].sum(0)
+    fixed = problem.fixed_load() + _by_chunk(problem.cost, problem, bounds)[others].sum(0)
     room = room_of(problem, bounds, group)
     inner = linear_partition(
         problem.cost[first:last],
@@ -166,8 +160,7 @@ def _solve(problem: Problem, bounds: list[int], group: int) -> list[int]:
 def _even_chunks(problem: Problem) -> list[int]:
     """Boundaries with the least load of the slowest chunk."""
     fixed = np.zeros(problem.stages * problem.virtual)
-    fixed[[0, -1]] += problem.embedding, problem.head
-    fixed[-1 - problem.behind] += problem.mtp
+    add_fixed(problem.fixed, fixed, problem.behind)
     nowhere = np.full(problem.layers, -1)
     filled = fixed[: fixed.size - problem.behind]
     even = linear_partition(problem.cost, filled, home=nowhere, weight=problem.weight, least=problem.least)
@@ -177,7 +170,7 @@ def _even_chunks(problem: Problem) -> list[int]:
 def _even_bytes(problem: Problem, memory: LayerMemory) -> list[int]:
     """Boundaries that divide the bytes evenly over the chunks."""
     held = memory.static + problem.stages * memory.activation_of_layers
-    return _even_chunks(replace(problem, cost=held, embedding=memory.embedding, head=memory.head, mtp=memory.mtp))
+    return _even_chunks(replace(problem, cost=held, fixed=np.array(memory.fixed)))
 
 
 def _qualities(problem: Problem, bounds: IntArray) -> FloatArray:
@@ -196,11 +189,9 @@ def _qualities(problem: Problem, bounds: IntArray) -> FloatArray:
         return np.diff(prefix[bounds]).reshape(plans, virtual, stages)
 
     chunk = by_chunk(problem.cost)
-    chunk[:, 0, 0] += problem.embedding
-    chunk[:, -1, -1] += problem.head
-    chunk[:, -1, -1 - behind] += problem.mtp
+    add_fixed(problem.fixed, chunk.reshape(plans, -1), behind)
     slowest = chunk.sum(1).max(1) + virtual * chunk.max((1, 2)) + chunk.max(2).sum(1)
-    mean = (problem.cost.sum() + problem.fixed().sum()) / stages
+    mean = (problem.cost.sum() + problem.fixed_load().sum()) / stages
     elsewhere = (problem.home != np.arange(stages)[:, None]) & (problem.home >= 0)
     arriving = np.zeros((stages, problem.layers + 1))
     np.cumsum(np.where(elsewhere, problem.weight, 0.0), axis=1, out=arriving[:, 1:])
@@ -209,10 +200,8 @@ def _qualities(problem: Problem, bounds: IntArray) -> FloatArray:
     over, memory = np.zeros(plans), problem.memory
     if memory is not None and problem.limit is not None:
         static, held = by_chunk(memory.static).sum(1), by_chunk(memory.activation_of_layers)
-        static[:, [0, -1]] += memory.embedding, memory.head
-        static[:, -1 - behind] += memory.mtp
-        held[:, 0, 0] += memory.embedding_activation
-        held[:, -1, -1] += memory.head_activation
+        add_fixed(memory.fixed, static, behind)
+        add_fixed(memory.fixed_activation, held.reshape(plans, -1), behind)
         moments = problem.in_flight()
         peak = np.einsum("smv,pvs->psm", moments, held).max(2)
         over = np.maximum((static + peak - problem.limit).max(1), 0.0)

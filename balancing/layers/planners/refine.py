@@ -70,8 +70,7 @@ def refine_plan(
         return np.asarray(bounds[able][np.argsort(uneven, kind="stable")])
 
     def with_bounds(bounds: IntArray) -> StagePlan:
-        made = StagePlan.from_bounds(bounds.tolist(), plan.stages, plan.method)
-        return replace(made, mtp_layers=plan.mtp_layers, mtp_chunk=plan.mtp_chunk)
+        return StagePlan.from_bounds(bounds.tolist(), plan.stages, plan.method).with_tail_of(plan)
 
     def quickest(some: IntArray, below: float) -> tuple[float, IntArray, StagePlan] | None:
         """The fastest plan of `some` that fits, with its seconds; None if it takes at least `below` seconds."""

@@ -45,6 +45,7 @@ from megatron.balanced.shared.micro_batches import get_num_microbatches
 from megatron.balanced.shared.model_checks import check_model, mark_model
 from megatron.balanced.shared.optimizer_state import state_bytes
 from megatron.balanced.shared.process_groups import cluster_of, duplicate_group, gather_objects
+from megatron.balanced.shared.tail import layers_with_tail
 
 __all__ = ["ExpertBalancer", "ReplicaMemoryError"]
 
@@ -153,7 +154,7 @@ class ExpertBalancer(StepCallback):
         if self._shared:
             return HeldBytes(buffers=sum(self._slot_bytes(layers, True) for layers in chunks))
         bytes_by_layer = {layer.index: self._slot_bytes([layer], False) for layers in chunks for layer in layers}
-        last = self._model_config.num_layers  # higher numbers are layers of multi-token prediction, which do not move
+        last = self._model_config.num_layers  # higher numbers are layers of the tail, which do not move
         return HeldBytes(
             {number: size for number, size in bytes_by_layer.items() if number < last},
             sum(size for number, size in bytes_by_layer.items() if number >= last),
@@ -262,14 +263,14 @@ class ExpertBalancer(StepCallback):
         call it together, before each such schedule.
 
         loads: [micro-batch] -> int [layer, expert], tokens that this rank sends to each expert, as counted by
-            `replay.count_routed`. There is a row for each layer of the whole model, from 0, and behind these for each
-            layer of multi-token prediction. Rows of layers on other ranks and of layers without experts are ignored.
-            A layer whose rows are 0 on all ranks keeps the placement that was predicted.
+            `replay.count_routed`. There is a row for each layer of the whole model, from 0, those of its tail
+            (`megatron.balanced.shared.tail`) behind the others. Rows of layers on other ranks and of layers without
+            experts are ignored. A layer whose rows are 0 on all ranks keeps the placement that was predicted.
 
         Raises ValueError for other shapes.
         """
         known, model = [torch.as_tensor(load) for load in loads], self._model_config
-        check_loads(known, model.num_layers + (model.mtp_num_layers or 0), model.num_moe_experts)
+        check_loads(known, layers_with_tail(model), model.num_moe_experts)
         self._known = known
 
     # Around a step.

@@ -14,6 +14,7 @@ from megatron.core.utils import unwrap_model
 
 from megatron.balanced.experts.moe_layer import BalancedMoELayer, ReplicatedSequentialMLP
 from megatron.balanced.experts.te_grouped_mlp import ReplicatedTEGroupedMLP
+from megatron.balanced.shared.tail import runs_several_times
 
 __all__ = ["balance_layer", "balance_layers", "restore_layers"]
 
@@ -23,12 +24,12 @@ _BALANCED = {SequentialMLP: ReplicatedSequentialMLP, TEGroupedMLP: ReplicatedTEG
 def balance_layers(chunks: Iterable[torch.nn.Module], slots: int) -> list[BalancedMoELayer]:
     """Make the plain MoE layers of model chunks dispatch to replicas, in `slots` slots a rank. Returns these layers.
 
-    A layer of multi-token prediction that runs several times in a pass has no replicas.
+    A layer that runs several times in a pass has no replicas.
 
     Raises ValueError for experts that cannot have replicas.
     """
     modules = [module for model in unwrap_model(list(chunks)) for module in model.modules()]
-    layers = [module for module in modules if type(module) is MoELayer and not _is_repeated(module)]
+    layers = [module for module in modules if type(module) is MoELayer and not runs_several_times(module)]
     for layer in layers:
         if type(layer.experts) not in _BALANCED or not _has_own_linears(layer.experts):
             raise ValueError(
@@ -54,10 +55,6 @@ def restore_layers(layers: Iterable[BalancedMoELayer]) -> None:
         layer.active = False
         layer.__class__ = MoELayer
         layer.experts.__class__ = plain[type(layer.experts)]
-
-
-def _is_repeated(layer: MoELayer) -> bool:
-    return bool(layer.is_mtp_layer and getattr(layer.config, "mtp_use_repeated_layer", False))
 
 
 def _has_own_linears(experts: torch.nn.Module) -> bool:

@@ -24,6 +24,7 @@ from balancing.experts.split.placed_split import PlacedSplit, SplitTables, kerne
 from megatron.balanced.cpu.device import is_cpu
 from megatron.balanced.experts.known_counts import known_counts, takes_known_counts
 from megatron.balanced.shared.recompute import Replays
+from megatron.balanced.shared.tail import layer_index
 
 __all__ = ["BalancedMoELayer", "ReplicatedSequentialMLP", "place_layers"]
 
@@ -236,8 +237,8 @@ class BalancedMoELayer(MoELayer):
 
     @property
     def index(self) -> int:
-        """Number of the layer in the model, from 0. Layers of multi-token prediction follow the decoder's."""
-        return self.layer_number - 1 + (self.config.num_layers if self.is_mtp_layer else 0)
+        """Number of the layer in the model, from 0, as `layer_index` counts."""
+        return layer_index(self)
 
     @property
     def placement(self) -> ReplicaPlacement:

@@ -18,7 +18,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 
 from balancing.layers import StagePlan
 from balancing.layers.config import LayerConfig
-from balancing.layers.plan import ONE_CHUNK
+from balancing.layers.plan import check_movable
 from megatron.balanced.layers.events import decision_event, release_event
 from megatron.balanced.layers.groups import MoveGroups
 from megatron.balanced.layers.loop import TrainingLoop
@@ -105,13 +105,7 @@ class LayerBalancer(StepCallback):
 
         self.mover = LayerMover(self.chunks, optimizer, scheduler, new_optimizer, self._source, loop)
         plan = self.mover.plan
-        if config.planner in ONE_CHUNK and plan.virtual > 1:
-            raise ValueError(f"the planner {config.planner} plans one chunk a stage, not {plan.virtual}; use optimal")
-        if config.planner in ONE_CHUNK and plan.behind:
-            raise ValueError(
-                f"the planner {config.planner} does not support stages without layers behind multi-token prediction; "
-                "use optimal"
-            )
+        check_movable(plan, config.planner)
         self._planner = LayerPlanner(config, self.mover, model, loop, steps)
         self._repacker = Repacker(config, loop.log_interval)
         self._observer = loop.observer

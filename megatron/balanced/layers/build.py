@@ -51,8 +51,8 @@ def change_layers(
     inventories: of all ranks.
     without_memory: give weights that require gradients one element of memory, until they are placed in a buffer.
 
-    Returns (new layers, each with the number of its chunk; new final norms), all uninitialized. In models with
-    multi-token prediction the final norm moves with the last layer.
+    Returns (new layers, each with the number of its chunk; new final norms), all uninitialized. In models with a tail
+    the final norm moves with the last layer.
     """
     arrived, norms = [], []
     frozen = set().union(*(inventory.frozen for inventory in inventories))

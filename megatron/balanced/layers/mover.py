@@ -20,7 +20,7 @@ ranks leave the job (`megatron.balanced.layers.loop`).
 import hashlib
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,12 +32,11 @@ from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.layer_wise_optimizer import is_managed_by_layer_wise_optimizer
 from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
-from megatron.core.transformer.enums import LayerType
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import unwrap_model
 
 from balancing.launch import detect_launch
 from balancing.layers.repack import release_of
+from balancing.pipeline.fixed_parts import NAMES
 from balancing.pipeline.stage_plan import StagePlan
 from balancing.ranges import named
 from megatron.balanced.layers.build import change_layers, complete_ends
@@ -65,6 +64,7 @@ from megatron.balanced.shared.optimizer_state import (
     state_bytes,
     take,
 )
+from megatron.balanced.shared.tail import own_modules, tail_chunk, tail_layers
 
 __all__ = ["LayerMover", "Moved"]
 
@@ -149,8 +149,8 @@ class LayerMover:
         stages = dict(self.gather((mpu.get_pipeline_model_parallel_rank(), tuple(mine))))
         self.plan = StagePlan(
             tuple(stages[stage] for stage in sorted(stages)),
-            mtp_layers=self._model.mtp_num_layers or 0,
-            mtp_chunk=_mtp_chunk(self._model),
+            tail_layers=tail_layers(self._model),
+            tail_chunk=tail_chunk(self._model),
         )
 
     def models(self) -> list[torch.nn.Module]:
@@ -158,12 +158,12 @@ class LayerMover:
         return unwrap_model(self._chunks)
 
     def travelling_bytes(self) -> np.ndarray:
-        """[layers + 3], bytes that a rank receives with each layer, the embedding, the head, and multi-token prediction
-        with its embedding: weights, main parameters and moments."""
+        """[layers + fixed parts], bytes that a rank receives with each layer and each part of
+        `balancing.pipeline.fixed_parts`: weights, main parameters and moments."""
         return self._sum_up(self._travelling)
 
     def resting_bytes(self) -> np.ndarray:
-        """[layers + 3], bytes of the same parts that a rank holds between steps: those of a move, and gradients."""
+        """[layers + fixed parts], bytes of the same that a rank holds between steps: those of a move, and gradients."""
         weight = self._model.params_dtype.itemsize
         gradient = max(weight, 4 if self._chunks[0].ddp_config.grad_reduce_in_fp32 else 0)
         return self._sum_up(lambda parameter: self._travelling(parameter) + gradient * parameter.numel())
@@ -178,17 +178,16 @@ class LayerMover:
         return weight + state * parameter.numel()
 
     def _sum_up(self, of_parameter: Callable[[torch.nn.Parameter], float]) -> np.ndarray:
-        """The sum of `of_parameter` over parameters, on a rank that holds them: [layers + 3]."""
-        sums = np.zeros(self.plan.layers + 3)
+        """The sum of `of_parameter` over parameters, on a rank that holds them: [layers + fixed parts]."""
+        sums = np.zeros(self.plan.layers + len(NAMES))
         for model in self.models():
             parts = {layer.layer_number - 1: layer for layer in model.decoder.layers}
-            embedding = getattr(model, "embedding", None)
-            parts |= {-3: embedding, -2: getattr(model, "output_layer", None)}
-            if (mtp := getattr(model, "mtp", None)) is not None:
-                parts[-1] = mtp if model.pre_process else torch.nn.ModuleList([mtp, embedding])
+            ends = getattr(model, "embedding", None), getattr(model, "output_layer", None)
+            parts |= {number - len(NAMES): end for number, end in enumerate(ends) if end is not None}
+            if own := own_modules(model):
+                parts[-1] = torch.nn.ModuleList(own)
             for number, part in parts.items():
-                if part is not None:
-                    sums[number] = sum(of_parameter(parameter) for parameter in part.parameters())
+                sums[number] = sum(of_parameter(parameter) for parameter in part.parameters())
         return np.max(self.gather(sums), axis=0)
 
     @named("move of layers")
@@ -198,7 +197,7 @@ class LayerMover:
         Raises RuntimeError if ranks have different plans, before anything has changed. Raises Released on ranks that
         leave the job, once no other rank needs them.
         """
-        plan = replace(plan, mtp_layers=self.plan.mtp_layers, mtp_chunk=self.plan.mtp_chunk)
+        plan = plan.with_tail_of(self.plan)
         self._agree(plan)
         begin = time.perf_counter()
         before = self._take_apart()
@@ -365,15 +364,6 @@ class LayerMover:
         for ddp in self._chunks:
             ddp.zero_grad_buffer()
         self._scheduler.step(0)  # gives the parameter groups their learning rate and weight decay
-
-
-def _mtp_chunk(model: TransformerConfig) -> int | None:
-    """The chunk with multi-token prediction, counted along the pipeline; None for the last one."""
-    layout = model.pipeline_model_parallel_layout
-    if not model.mtp_num_layers or layout is None:
-        return None
-    has = [LayerType.mtp in chunk for row in zip(*layout.layout, strict=True) for chunk in row]
-    return has.index(True)
 
 
 def _forget_offloaded(models: Iterable[torch.nn.Module]) -> None:

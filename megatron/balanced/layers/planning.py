@@ -199,9 +199,8 @@ class LayerPlanner:
         memory = room = None
         if limit < np.inf:
             model, others = self._mover.resting_bytes(), self._held_by_others()
-            resting = LayerMemory(
-                model[:-3] + others[:-1], embedding=model[-3], head=model[-2], mtp=model[-1], buffers=others[-1]
-            )
+            layers, (embedding, head, tail) = np.split(model, [plan.layers])
+            resting = LayerMemory(layers + others[:-1], embedding=embedding, head=head, tail=tail, buffers=others[-1])
             memory = fit_activations(resting, peaks, plan, micro_batches, self._schedule)
             room = np.maximum(limit, stage_memory(plan, memory, micro_batches, self._schedule))
         wanted: Any = {"memory": memory, "memory_limit": room, "current": plan, "min_layers": fewest}
@@ -242,7 +241,7 @@ class LayerPlanner:
         return np.max(self._mover.gather(needed), axis=0)
 
     def _layer_bytes(self) -> np.ndarray:
-        return self._mover.travelling_bytes()[:-3]
+        return self._mover.travelling_bytes()[: self._mover.plan.layers]
 
 
 def usable_memory() -> float:

@@ -76,7 +76,7 @@ class LayerSource:
                         module.hybrid_layer_pattern = text
         else:
             layout = PipelineParallelLayerLayout(text, plan.stages)
-            layout.validate_layer_layout(plan.layers, plan.mtp_layers or None)
+            layout.validate_layer_layout(plan.layers, plan.tail_layers or None)
             self.config.pipeline_model_parallel_layout = layout
             for chunk in chunks:
                 for module in chunk.modules():

@@ -83,9 +83,9 @@ class WeightGradients:
                 self._tell(module, partial(self._put, layer, chunk, experts, module))
 
     def watch_rest(self, ddp: Any) -> None:
-        """Make Transformer Engine's linear layers outside of the decoder, as in layers of multi-token prediction,
-        compute their weight gradients at once. Make all of its linear layers pass on gradients as this class does.
-        Called when data parallelism has new hooks.
+        """Make Transformer Engine's linear layers outside of the body, as in the tail, compute their weight gradients
+        at once. Make all of its linear layers pass on gradients as this class does. Called when data parallelism has
+        new hooks.
         """
         experts_of = _experts_of(ddp)
         for experts in experts_of.values():

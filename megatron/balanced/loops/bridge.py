@@ -23,6 +23,7 @@ from megatron.balanced.loop import Balancers, ExpertBalancer, LayerBalancer, Seq
 from megatron.balanced.shared.job import Job
 from megatron.balanced.shared.log import print_once
 from megatron.balanced.shared.model_checks import check_configs
+from megatron.balanced.shared.tail import TAIL_FIELD
 
 __all__ = ["Balance", "resume_layout"]
 
@@ -147,7 +148,7 @@ def _lengths(batch: dict[str, Any]) -> list[int] | None:
 
 _STAGES, _CHUNKS = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
 # What a layout depends on, and the value that None stands for.
-_SIZES = {"num_layers": None, "mtp_num_layers": 0, _STAGES: 1, _CHUNKS: 1}
+_SIZES = {"num_layers": None, TAIL_FIELD: 0, _STAGES: 1, _CHUNKS: 1}
 
 
 def resume_layout(config: Any) -> None:

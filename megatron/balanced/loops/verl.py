@@ -17,6 +17,7 @@ from megatron.core.utils import unwrap_model
 from megatron.balanced.loop import Balancers
 from megatron.balanced.loops.choice import Choice
 from megatron.balanced.shared.job import Job
+from megatron.balanced.shared.tail import layers_with_tail
 
 __all__ = ["VENDOR", "balanced", "register"]
 
@@ -89,7 +90,7 @@ def replayed_loads(engine: Any, batches: Sequence[Any]) -> list[torch.Tensor]:
     from verl.utils.megatron import router_replay_utils as replay
 
     model, config = unwrap_model(engine.module), engine.tf_config
-    layers, loads = config.num_layers + (config.mtp_num_layers or 0), []
+    layers, loads = layers_with_tail(config), []
     for batch in batches:
         routes, mask = batch["routed_experts"], None
         if engine.engine_config.router_replay.mode == "R3":

@@ -24,11 +24,12 @@ import torch
 from megatron.core.pipeline_parallel.utils import ScheduleNode
 from megatron.core.timers import DummyTimer
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 
 from balancing.clock import DeviceClock
+from balancing.pipeline.fixed_parts import NAMES
 from balancing.report import RankRecord
 from megatron.balanced.shared.recompute import Replays
+from megatron.balanced.shared.tail import computations, part_of, tail_of
 
 __all__ = ["Step", "TimingHooks"]
 
@@ -95,11 +96,9 @@ class TimingHooks:
             self.watch_layer(layer, chunk)
         if model.config.overlap_moe_expert_parallel_comm:
             return
-        mtp = None
-        if getattr(model, "mtp", None) is not None:
-            mtp = self._watch_mtp(model.mtp, chunk)
+        tail = None if (module := tail_of(model)) is None else self._watch_tail(module, chunk)
         if model.pre_process:
-            self._watch_embedding(model.embedding, chunk, mtp)
+            self._watch_embedding(model.embedding, chunk, tail)
         if model.post_process:
             self.watch_head(model, chunk)
 
@@ -139,31 +138,31 @@ class TimingHooks:
 
         router.register_forward_hook(count)
 
-    def _watch_embedding(self, embedding: torch.nn.Module, chunk: int, mtp: "_Part | None") -> None:
-        """Put hooks on the embedding. Its passes in multi-token prediction are part of `mtp`."""
+    def _watch_embedding(self, embedding: torch.nn.Module, chunk: int, tail: "_Part | None") -> None:
+        """Put hooks on the embedding. Its passes inside the tail are part of `tail`."""
         part = _Part(self, "embedding", chunk)
 
         def enter(module: torch.nn.Module, *unused: Any) -> None:
-            if mtp is None or mtp.begin is None:
+            if tail is None or tail.begin is None:
                 part.enter(module)
 
         embedding.register_forward_pre_hook(enter)
         embedding.register_forward_hook(lambda module, args, output: part.leave(None, output))
 
-    def _watch_mtp(self, mtp: torch.nn.Module, chunk: int) -> "_Part":
-        """Put hooks on the layers of multi-token prediction. Their logits and losses belong to the head."""
-        part = _Part(self, "mtp", chunk)
+    def _watch_tail(self, tail: torch.nn.Module, chunk: int) -> "_Part":
+        """Put hooks on the tail. Its logits and losses belong to the head."""
+        part = _Part(self, NAMES[-1], chunk)
 
         def leave(module: torch.nn.Module, args: tuple, kwargs: dict, output: torch.Tensor) -> None:
             part.leave(kwargs["hidden_states"], output)
 
-        mtp.register_forward_pre_hook(part.enter)
-        mtp.register_forward_hook(leave, with_kwargs=True)
+        tail.register_forward_pre_hook(part.enter)
+        tail.register_forward_hook(leave, with_kwargs=True)
         return part
 
     def watch_head(self, model: torch.nn.Module, chunk: int) -> None:
         """Put hooks on the head. It begins with the first call of the output layer and ends with the model's loss.
-        Multi-token prediction calls the output layer more than once."""
+        With a tail the output layer is called more than once."""
         part = _Part(self, "head", chunk)
         hidden_in: list[torch.Tensor] = []
 
@@ -191,9 +190,8 @@ class TimingHooks:
         nodes = [("embedding", plan.pre_process)] if model.pre_process else []
         for number in range(plan.num_layers()):
             of = plan.get_layer(number)
-            is_mtp = isinstance(of.layer, MultiTokenPredictionLayer)
-            part = "mtp" if is_mtp else of.layer.layer_number - 1
-            nodes += [(part, node) for node in (of.pre_dispatch_computation, of.mlp, of.mtp_post_process)]
+            part = part_of(of.layer)
+            nodes += [(part, node) for node in computations(of)]
             for node in (of.moe_dispatch, of.moe_combine):
                 if isinstance(node, ScheduleNode):  # a dense layer has none
                     self._watch_node(node, part, chunk, self._add_message)
@@ -342,7 +340,7 @@ def _between(run: Callable, enter: Callable, leave: Callable) -> Callable:
 
 
 class _Part:
-    """The timing of one part of a model chunk: a layer, the embedding, multi-token prediction or the head."""
+    """The timing of one part of a model chunk: a layer, the embedding, the tail or the head."""
 
     def __init__(self, hooks: TimingHooks, layer: int | str, chunk: int) -> None:
         self.hooks, self.layer, self.chunk = hooks, layer, chunk

@@ -133,7 +133,7 @@ class PlannedSequences(PackedSeqParams):
     attention, positions: for every layer with attention.
     order: how rows are sorted by document, for layers that pass a state from token to token; None without such layers.
     samples: for routers with losses of samples; None without such routers.
-    prediction: inputs and labels of multi-token prediction (`megatron.balanced.sequences.prediction`); None without it.
+    prediction: inputs and labels of further tokens (`megatron.balanced.sequences.prediction`); None without these.
     """
 
     attention: BatchAttention | None = None

@@ -3,7 +3,7 @@
 Megatron-LM's datasets, samplers and loaders are unchanged. PyTorch's loader asks a dataset for all samples of a
 micro-batch at once if the dataset has `__getitems__`. There `PlannedDataset` packs the samples of all ranks that share
 the micro-batch (`domain`) into one sequence, plans it, and returns the rows of this rank. Labels are shifted before
-documents are cut, and so are documents for multi-token prediction.
+documents are cut, and so are documents of which a model predicts further tokens.
 
 A plan needs the lengths of all documents of a micro-batch, which a GPT dataset's index has. Then a rank needs only the
 tokens of its shards: a rank of a domain of N that read whole samples would read N times what it trains on.
@@ -49,7 +49,7 @@ class Rows:
     multiple: rows are a multiple of it, since tensor-parallel ranks split them.
     fixed: whether the number of rows is always the tokens of the samples divided by the ranks. Pipeline messages and
         the allgather dispatcher of Megatron-LM require this.
-    shifts: the most tokens by which multi-token prediction shifts rows in their documents.
+    shifts: the most tokens by which rows are shifted in their documents, beside labels.
     """
 
     ranks: int

@@ -98,8 +98,8 @@ class LossTokens:
     origin: int [row], of each row's token; any in padding.
     origins: their number.
     process_group: the ranks that share the micro-batch.
-    counted: [shift, origin], tokens with a loss on all ranks, by shift of multi-token prediction. None if they have not
-        been counted before.
+    counted: [shift, origin], tokens with a loss on all ranks, by the shift of rows in their documents. None if they
+        have not been counted before.
     """
 
     origin: torch.Tensor

@@ -40,6 +40,7 @@ from megatron.balanced.sequences.tokens import Sharing, Tokens
 from megatron.balanced.shared.callbacks import trained
 from megatron.balanced.shared.job import Job
 from megatron.balanced.shared.process_groups import duplicate_group
+from megatron.balanced.shared.tail import tail_layers
 
 __all__ = ["Batches", "MovedBatch", "MovedTokens", "positions", "row_origins"]
 
@@ -171,7 +172,7 @@ class MovedTokens(Tokens):
     @property
     def _shifts(self) -> int:
         """Tokens that are predicted beyond the next one."""
-        return self.sharing.model.mtp_num_layers or 0
+        return tail_layers(self.sharing.model)
 
     @cached_property
     def _steps(self) -> Steps | None:
@@ -330,7 +331,7 @@ class ReadStep:
 
     samples: [chunk] of those that are not taken yet, on the first tensor-parallel rank; elsewhere empty.
 
-    counts: float64 [shift, origin], tokens with a loss on all ranks, by shift of multi-token prediction.
+    counts: float64 [shift, origin], tokens with a loss on all ranks, by the shift of rows in their documents.
     rows: of each micro-batch on this rank.
     """
 

@@ -26,7 +26,7 @@ from megatron.core.utils import make_viewless_tensor
 from megatron.balanced.sequences.attention import PlannedSequences
 from megatron.balanced.sequences.domain import LossTokens
 
-__all__ = ["Prediction", "PredictionLayer", "with_planned_losses"]
+__all__ = ["LAYERS_OF_TAIL", "Prediction", "PredictionLayer", "with_planned_losses"]
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,9 @@ class PredictionLayer(MultiTokenPredictionLayer):
         if not hidden_states.requires_grad:  # it is detached, but recomputation needs an input with a gradient
             hidden_states.requires_grad_(True)
         return input_ids, position_ids, None, embedded, hidden_states
+
+
+LAYERS_OF_TAIL: dict[type, type] = {MultiTokenPredictionLayer: PredictionLayer}  # Megatron-LM's module -> ours
 
 
 def with_planned_losses(original: Callable) -> Callable:

@@ -11,6 +11,7 @@ from balancing.sequences import AttentionShape
 from balancing.sequences.engine.kernel_trial import AttentionHeads
 from balancing.sequences.engine.routing import TokenBytes
 from balancing.sequences.sequence_plan import LatentShape
+from megatron.balanced.shared.tail import layer_numbers
 
 __all__ = ["attention_shape", "bytes_of_token", "heads_of_rank", "latent_shape", "layer_kind"]
 
@@ -23,9 +24,7 @@ def attention_shape(model: TransformerConfig, pattern: str | None = None) -> Att
     ffn = model.ffn_hidden_size
     if model.num_moe_experts:
         ffn = model.moe_ffn_hidden_size * model.moe_router_topk
-    predicted = range(model.mtp_num_layers or 0)
-    # Layers of multi-token prediction have numbers of their own.
-    numbers = [*range(1, model.num_layers + 1), *(1 if model.mtp_use_repeated_layer else n + 1 for n in predicted)]
+    numbers = layer_numbers(model)
     if pattern is not None:
         numbers, ffn = _layers_of_pattern(model, pattern)
     kv_heads, sizes = model.num_query_groups, (model.kv_channels, model.kv_channels)

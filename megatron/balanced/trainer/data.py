@@ -7,7 +7,7 @@ needs document boundaries.
 
 import argparse
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,8 +16,6 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.rerun_state_machine import get_rerun_state_machine
-from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
-from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.utils import (
     flatten_batch_for_packed_sequences,
     get_attr_wrapped_model,
@@ -35,6 +33,7 @@ from balancing.sequences.sequence_plan import SequencePlan
 if TYPE_CHECKING:
     from megatron.balanced.observe.observer import Observer
     from megatron.balanced.sequences.moved_tokens import MovedTokens
+from megatron.balanced.trainer.prediction import tail_on_stage
 from megatron.balanced.trainer.sequence_rules import packs_samples_of_losses
 
 __all__ = ["forward_step", "is_packed", "train_valid_test_datasets"]
@@ -58,21 +57,9 @@ def is_packed(args: argparse.Namespace) -> bool:
     return bool(args.sft or args.dataloader_inter_document_masking)
 
 
-def _has_mtp(args: argparse.Namespace, vp_stage: int | None) -> bool:
-    if not args.mtp_num_layers:
-        return False
-    layout = args.pipeline_model_parallel_layout
-    if isinstance(layout, str):
-        layout = _parse_layout(layout, args.pipeline_model_parallel_size)
-    return mtp_on_this_rank(layout, args.mtp_num_layers, ignore_virtual=False, vp_stage=vp_stage)
-
-
-_parse_layout = cache(PipelineParallelLayerLayout.from_str)
-
-
 def _stage_reads_data(args: argparse.Namespace, vp_stage: int | None) -> bool:
     everywhere = is_packed(args) or args.balance_sequences
-    return everywhere or is_first_or_last_pipeline_stage(vp_stage) or _has_mtp(args, vp_stage)
+    return everywhere or is_first_or_last_pipeline_stage(vp_stage) or tail_on_stage(args, vp_stage)
 
 
 def _dataset_config(args: argparse.Namespace) -> GPTDatasetConfig:
@@ -166,7 +153,6 @@ def _next_batch(data_iterator: Iterator | None, vp_stage: int | None, releases: 
         for key in _BATCH_KEYS:
             value = sample.get(key)
             batch[key] = None if value is None else value.cuda(non_blocking=True)
-    has_mtp = _has_mtp(args, vp_stage)
     batch = get_batch_on_this_tp_rank(
         batch,
         has_cu_seqlens=is_packed(args),
@@ -178,7 +164,7 @@ def _next_batch(data_iterator: Iterator | None, vp_stage: int | None, releases: 
         tp_rank=tensor_rank,
         micro_batch_size=args.micro_batch_size,
         seq_length=args.seq_length,
-        mtp_on_this_rank=has_mtp,
+        mtp_on_this_rank=tail_on_stage(args, vp_stage),
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),

@@ -300,7 +300,7 @@ def _named(ranks: Sequence[int]) -> str:
 
 def _slot_lines(args: argparse.Namespace, config: BalanceConfig) -> list[str]:
     experts, model = config.experts, model_of(args)
-    layers = moe_layers(model, repeats_prediction=args.mtp_use_repeated_layer)
+    layers = moe_layers(model)
     fewest, most = min(map(sum, layers)), max(map(sum, layers))
     lines = [
         f"slots  --expert-replica-slots {experts.replica_slots}: beside "
@@ -316,17 +316,18 @@ def _slot_lines(args: argparse.Namespace, config: BalanceConfig) -> list[str]:
     return [*lines, f"memory experts.replica_mode {experts.replica_mode}: {size}, on the rank with the most"]
 
 
-def moe_layers(model: Any, *, repeats_prediction: bool = False) -> list[list[int]]:
-    """MoE layers that can have replicas: [stage][model chunk] -> their number, with those of multi-token prediction.
+def moe_layers(model: Any) -> list[list[int]]:
+    """MoE layers that can have replicas: [stage][model chunk] -> their number.
 
     model: Megatron-LM's config.
-    repeats_prediction: whether one layer of multi-token prediction runs several times. It has no replicas then.
     """
     from megatron.core.transformer.enums import LayerType
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
 
+    from megatron.balanced.shared.tail import moe_layers_in_tail, tail_chunk
+
     if getattr(model, "hybrid_layer_pattern", None) is not None:
-        return _moe_layers_of_pattern(model, repeats_prediction)
+        return _moe_layers_of_pattern(model)
     frequency = model.moe_layer_freq
     if isinstance(frequency, int):
         of_experts = [layer % frequency == 0 for layer in range(model.num_layers)]
@@ -334,31 +335,27 @@ def moe_layers(model: Any, *, repeats_prediction: bool = False) -> list[list[int
         of_experts = [bool(each) for each in frequency]
     stages, chunks = model.pipeline_model_parallel_size, model.virtual_pipeline_model_parallel_size or 1
     layout = model.pipeline_model_parallel_layout
-    # A layer of multi-token prediction is built like the last layer of the model.
-    prediction = (model.mtp_num_layers or 0) if of_experts[-1] and not repeats_prediction else 0
+    at = tail_chunk(model)
     counts = [[0] * chunks for _ in range(stages)]
     first = 0
     for chunk in range(chunks):
         for stage in range(stages):
             if layout is None:
                 own = get_num_layers_to_build(model, vp_stage=chunk if chunks > 1 else None, pp_rank=stage)
-                predicts = prediction if (chunk, stage) == (chunks - 1, stages - 1) else 0
             else:
                 own = layout.layout[stage][chunk].count(LayerType.decoder)
-                predicts = min(prediction, layout.layout[stage][chunk].count(LayerType.mtp))
-            counts[stage][chunk] = sum(of_experts[first : first + own]) + predicts
+            counts[stage][chunk] = sum(of_experts[first : first + own])
             first += own
+    last, stage = divmod(stages * chunks - 1 if at is None else at, stages)
+    counts[stage][last] += moe_layers_in_tail(model, of_experts[-1])
     return counts
 
 
-def _moe_layers_of_pattern(model: Any, repeats_prediction: bool) -> list[list[int]]:
+def _moe_layers_of_pattern(model: Any) -> list[list[int]]:
     pattern = read_pattern(model.hybrid_layer_pattern)
     first, last = model.num_layers_in_first_pipeline_stage, model.num_layers_in_last_pipeline_stage
     plan = pattern.plan(model.pipeline_model_parallel_size, first=first, last=last)
-    counts = [[len({*pattern.experts} & {*chunk}) for chunk in stage] for stage in plan.chunks]
-    if not repeats_prediction:
-        counts[-1][-1] += pattern.prediction.count("E") * pattern.depths
-    return counts
+    return [[len({*pattern.experts} & {*chunk}) for chunk in stage] for stage in plan.chunks]
 
 
 def slot_bytes(model: Any, chunks: Sequence[int], slots: int, *, shared: bool) -> int:

@@ -8,8 +8,7 @@ model; nothing is patched.
 import argparse
 import copy
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -24,7 +23,6 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_latent_attention import FusedMLASelfAttention, MLASelfAttention
-from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -44,12 +42,14 @@ from megatron.balanced.local.packed_attention import PackedDotProductAttention, 
 from megatron.balanced.sequences.attention import SequenceCoreAttention
 from megatron.balanced.sequences.latents import with_document_positions
 from megatron.balanced.sequences.mamba import with_whole_documents
-from megatron.balanced.sequences.prediction import PredictionLayer
+from megatron.balanced.sequences.prediction import LAYERS_OF_TAIL
 from megatron.balanced.sequences.router import PackedRouter, PlannedMoELayer, SampleRouter
 from megatron.balanced.sequences.shape import latent_shape
+from megatron.balanced.shared.tail import layers_with_tail
+from megatron.balanced.trainer.prediction import has_tail, without_repeated
 from megatron.balanced.trainer.sequence_rules import packs_samples_of_losses, routes_by_sample
 
-__all__ = ["LayerSpecs", "SequenceParallelNorm", "model_config", "replaces_in_prediction"]
+__all__ = ["LayerSpecs", "SequenceParallelNorm", "model_config", "replaces_in_tail"]
 
 
 class SequenceParallelNorm:
@@ -87,11 +87,11 @@ class LayerSpecs:
     """The layer specs that Megatron would choose, with modules replaced. Used as the layer spec of a model config.
 
     replacements: module -> module, in the layers of the model.
-    of_prediction: the same for the layers of multi-token prediction.
+    in_tail: the same for the layers of the tail (`megatron.balanced.shared.tail`).
     """
 
-    def __init__(self, replacements: dict[Any, Any], of_prediction: dict[Any, Any]) -> None:
-        self._replacements, self._of_prediction = replacements, of_prediction
+    def __init__(self, replacements: dict[Any, Any], in_tail: dict[Any, Any]) -> None:
+        self._replacements, self._in_tail = replacements, in_tail
 
     def __call__(self, config: GPTModelConfig, vp_stage: int | None) -> Any:  # Megatron inspects these parameter names
         block = default_layer_spec(config, vp_stage)
@@ -106,9 +106,9 @@ class LayerSpecs:
             return block
         return _fill_in(block, self._replacements)
 
-    def fill_in_prediction(self, spec: Any) -> None:
-        """Put the replacements into `spec`, the spec of one layer of multi-token prediction."""
-        _fill_in(spec, self._of_prediction)
+    def fill_in_tail(self, spec: Any) -> None:
+        """Put the replacements into `spec`, the spec of one layer of the tail."""
+        _fill_in(spec, self._in_tail)
 
 
 def _on_own_linears(*args: Any, submodules: Any, **kwargs: Any) -> SequentialMLP:
@@ -130,13 +130,13 @@ def _core_attention(args: argparse.Namespace) -> type:
 def _replacements(
     args: argparse.Namespace, experts: ExpertConfig, sequences: SequenceConfig
 ) -> tuple[dict[Any, Any], dict[Any, Any]]:
-    """Replacements of Megatron's modules in layers of the model, and in those of multi-token prediction."""
+    """Replacements of Megatron's modules in layers of the model, and in those of its tail."""
     fitting: dict[Any, Any] = {}  # equivalent to the modules that they replace, in every layer
     if "M" in (args.hybrid_layer_pattern or "") and is_cpu():
         fitting[MambaMixer] = ScannedMambaMixer
     if sequences.enabled:
         fitting[_core_attention(args)] = SequenceCoreAttention
-        fitting[MultiTokenPredictionLayer] = PredictionLayer
+        fitting |= LAYERS_OF_TAIL
         fitting[MambaMixer] = with_whole_documents(fitting.get(MambaMixer, MambaMixer))
     elif args.transformer_impl == "local":
         packs, latent = args.sft or args.dataloader_inter_document_masking, args.multi_latent_attention
@@ -159,16 +159,13 @@ def _replacements(
     replicated: dict[Any, Any] = {}
     if experts.enabled and args.transformer_impl != "local":
         replicated[SequentialMLP] = _on_own_linears
-    # A layer of prediction that runs several times has no replicas.
-    of_prediction = fitting if args.mtp_use_repeated_layer else fitting | replicated
-    return fitting | replicated, of_prediction
+    return fitting | replicated, fitting | without_repeated(args, replicated)
 
 
-def replaces_in_prediction(args: argparse.Namespace, experts: ExpertConfig, sequences: SequenceConfig) -> bool:
-    """Whether layers of multi-token prediction in a GPT model have other modules than Megatron's. Parameters as in
-    `model_config`."""
+def replaces_in_tail(args: argparse.Namespace, experts: ExpertConfig, sequences: SequenceConfig) -> bool:
+    """Whether layers of the tail of a GPT model have other modules than Megatron's. Parameters as in `model_config`."""
     return (
-        bool(args.mtp_num_layers)
+        has_tail(args)
         and args.spec is None
         and args.hybrid_layer_pattern is None
         and bool(_replacements(args, experts, sequences)[1])
@@ -191,9 +188,9 @@ def model_config(
         (`megatron.balanced.trainer.model_extension`).
     fills: whether --fill-with-weight-gradients is on.
     """
-    replacements, of_prediction = _replacements(args, experts, sequences)
+    replacements, in_tail = _replacements(args, experts, sequences)
     replacements |= modules
-    config = _config(args, replacements, of_prediction)
+    config = _config(args, replacements, in_tail)
     if fills and args.transformer_impl != "local":
         # Set after the checks of Megatron-LM, which refuses it without overlap_moe_expert_parallel_comm.
         config.transformer.delay_wgrad_compute = True
@@ -201,7 +198,7 @@ def model_config(
 
 
 def _config(
-    args: argparse.Namespace, replacements: dict[Any, Any], of_prediction: dict[Any, Any]
+    args: argparse.Namespace, replacements: dict[Any, Any], in_tail: dict[Any, Any]
 ) -> GPTModelConfig | HybridModelConfig:
     if args.hybrid_layer_pattern is not None:
         config = hybrid_config_from_args(args)
@@ -212,7 +209,7 @@ def _config(
         return config
     config = gpt_config_from_args(args)
     if replacements and args.spec is None:
-        config.transformer_layer_spec = LayerSpecs(replacements, of_prediction)
+        config.transformer_layer_spec = LayerSpecs(replacements, in_tail)
     return config
 
 
@@ -232,19 +229,5 @@ def _log_every_layer(config: TransformerConfig, chunks: list[torch.nn.Module]) -
     0.19.2 has one element per MoE layer, and adds these to the elements of other stages. Returns `chunks`, as
     Megatron's model hooks must."""
     for name in _LOGGED:
-        get_moe_metrics_tracker().ensure_initialized(name, config.num_layers + (config.mtp_num_layers or 0))
+        get_moe_metrics_tracker().ensure_initialized(name, layers_with_tail(config))
     return chunks
-
-
-def with_the_models_modules(original: Callable) -> Callable:
-    """Replaces `mtp_block_spec`. The original builds layers of multi-token prediction (`--mtp-num-layers`) from
-    Megatron-LM's own layer spec, whatever spec the model has. The replacement fills in the modules of `LayerSpecs`."""
-
-    @functools.wraps(original)
-    def mtp_block_spec(config: Any, transformer_layer_spec: Any, vp_stage: int | None = None) -> Any:
-        spec = original(config, transformer_layer_spec, vp_stage=vp_stage)
-        for layer in spec.layer_specs if spec is not None else ():
-            config.transformer_layer_spec.fill_in_prediction(layer)
-        return spec
-
-    return mtp_block_spec

@@ -29,7 +29,8 @@ from megatron.balanced.shared.counters import with_exact_counters
 from megatron.balanced.trainer.checks.megatron import MEGATRON_VERSIONS
 from megatron.balanced.trainer.config import BalanceConfig
 from megatron.balanced.trainer.dry_run import assumes_gpus
-from megatron.balanced.trainer.model import replaces_in_prediction, with_the_models_modules
+from megatron.balanced.trainer.model import replaces_in_tail
+from megatron.balanced.trainer.prediction import has_tail, with_the_models_modules
 from megatron.balanced.trainer.sequence_rules import why_whole
 
 __all__ = ["PATCHES", "Patch", "check", "check_needed", "install", "masks_losses", "rows", "uninstall"]
@@ -153,10 +154,6 @@ def _captures_layers(args: argparse.Namespace, config: BalanceConfig) -> bool:
     return config.layers.enabled and args.cuda_graph_impl == "transformer_engine"
 
 
-def _replaces_in_prediction(args: argparse.Namespace, config: BalanceConfig) -> bool:
-    return replaces_in_prediction(args, config.experts, config.sequences)
-
-
 PATCHES = (
     Patch(
         target="megatron.core.datasets.utils:compile_helpers",
@@ -205,7 +202,7 @@ PATCHES = (
         replacement=with_the_models_modules,
         why="layers of multi-token prediction do not follow the model's layer spec, which has other modules",
         signature=("config", "transformer_layer_spec", "vp_stage"),
-        needed=_replaces_in_prediction,
+        needed=lambda args, config: replaces_in_tail(args, config.experts, config.sequences),
     ),
     Patch(
         target="megatron.core.models.gpt.gpt_model:process_mtp_loss",
@@ -227,7 +224,7 @@ PATCHES = (
             "scale_logits_fn",
             "input_ids",
         ),
-        needed=lambda args, config: bool(config.sequences.enabled and args.mtp_num_layers),
+        needed=lambda args, config: config.sequences.enabled and has_tail(args),
     ),
     Patch(
         target="megatron.training.training:TECudaGraphHelper",

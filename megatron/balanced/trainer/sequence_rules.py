@@ -7,6 +7,7 @@ Flags that are incompatible with it are refused by `megatron.balanced.trainer.ch
 import argparse
 
 from balancing.sequences.config import SequenceConfig
+from megatron.balanced.trainer.prediction import why_tail_needs_whole
 
 __all__ = [
     "balancing_losses",
@@ -26,12 +27,8 @@ def why_whole(args: argparse.Namespace) -> str | None:
         if getattr(args, name, None):
             flag = flags.get(name, f"--{name.replace('_', '-')}")
             return f"{flag} needs the same number of rows in every micro-batch"
-    layout = getattr(args.pipeline_model_parallel_layout, "input_data", args.pipeline_model_parallel_layout)
-    if args.mtp_num_layers and isinstance(layout, str) and "m" not in layout.split("|")[-1]:
-        return (
-            f"--mtp-num-layers {args.mtp_num_layers} before the last stage has messages with more rows than those of "
-            "other stages"
-        )
+    if (why := why_tail_needs_whole(args)) is not None:
+        return why
     if not args.num_experts:
         return None
     if args.moe_token_dispatcher_type == "allgather":

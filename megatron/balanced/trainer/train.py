@@ -9,7 +9,6 @@ from functools import partial, wraps
 from typing import Any
 
 from megatron.core.enums import ModelType
-from megatron.core.transformer.multi_token_prediction import get_mtp_ranks
 from megatron.training import pretrain
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
@@ -44,6 +43,7 @@ from megatron.balanced.trainer.kernels import kernels_line
 from megatron.balanced.trainer.layers import layer_balancer
 from megatron.balanced.trainer.model import model_config
 from megatron.balanced.trainer.model_extension import ModelExtension
+from megatron.balanced.trainer.prediction import get_embedding_ranks
 from megatron.balanced.trainer.release import Released, TensorBoardOfTheLast
 from megatron.balanced.trainer.rendezvous import store_of_process_groups
 from megatron.balanced.trainer.sequence_rules import routes_by_sample, why_of_one_size, why_whole
@@ -233,13 +233,6 @@ def _say_first(note: str, forward: Callable) -> Callable:
     return say_and_forward
 
 
-def _embedding_ranks(args: argparse.Namespace, model: ModelConfig, pipeline: list[int]) -> list[int]:
-    """The ranks of one pipeline that hold the embedding: the first, those of multi-token prediction, and the last if
-    the head shares its weights."""
-    held = {pipeline[0], *get_mtp_ranks(pipeline, model.transformer)}
-    return sorted(held if args.untie_embeddings_and_output_weights else held | {pipeline[-1]})
-
-
 def _pretrain(args: argparse.Namespace, model: ModelConfig, datasets: Callable, forward: Callable) -> None:
     container = pretrain_cfg_container_from_args(args, model)
     # As in the model's config: data parallelism leaves gradients that are computed later to whoever computes them.
@@ -250,7 +243,7 @@ def _pretrain(args: argparse.Namespace, model: ModelConfig, datasets: Callable, 
             datasets,
             ModelType.encoder_or_decoder,
             forward,
-            get_embedding_ranks=partial(_embedding_ranks, args, model) if args.mtp_num_layers else None,
+            get_embedding_ranks=get_embedding_ranks(args, model.transformer),
             store=store_of_process_groups(datetime.timedelta(minutes=args.distributed_timeout_minutes)),
         )
     except (ReplicaMemoryError, SocketLimitError, KernelError) as error:

@@ -14,6 +14,7 @@ from balancing.experts.split.placed_split import MOST_RANKS
 from megatron.balanced.experts.graphs import captures_iterations
 from megatron.balanced.shared.incompatible import EXPERTS, OWN_EXPERTS, check_compatible, shown
 from megatron.balanced.trainer.dry_run import assumes_gpus
+from megatron.balanced.trainer.prediction import note_on_experts
 
 __all__ = ["captures_experts", "check_experts", "leave_out_preprocessing", "with_captured_iterations"]
 
@@ -45,8 +46,7 @@ def check_experts(args: argparse.Namespace, experts: ExpertConfig) -> tuple[Expe
     if captures_iterations(args):
         experts, more = with_captured_iterations(args, experts)
         notes += more
-    if args.mtp_num_layers and args.mtp_use_repeated_layer:
-        notes.append("--balance-experts leaves out the experts of --mtp-use-repeated-layer, which run several times")
+    notes += note_on_experts(args)
     if args.transformer_impl != "local" and not args.moe_grouped_gemm:
         notes.append(
             "--balance-experts runs experts on Megatron-LM's own linear layers instead of Transformer Engine's; with "

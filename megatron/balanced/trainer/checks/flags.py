@@ -16,6 +16,7 @@ from balancing.pipeline.layout import from_layout
 from megatron.balanced.shared.errors import LocalError
 from megatron.balanced.trainer.checks.checkpoints import nothing_to_load
 from megatron.balanced.trainer.checks.corpus import INDEX_HEAD, check_lengths
+from megatron.balanced.trainer.prediction import has_tail, tied_in_pipeline
 
 __all__ = [
     "check_data",
@@ -68,17 +69,15 @@ def _check_writable(what: str, folder: str) -> None:
 def check_saves(args: argparse.Namespace) -> None:
     """Raise ValueError for an interval of saving without --save, and for a model whose checkpoint Megatron-LM fails to
     write or to read."""
-    last = str(args.pipeline_model_parallel_layout or "m").split("|")[-1]
-    is_tied = args.mtp_num_layers and not args.untie_embeddings_and_output_weights
     given = None
     if args.save:
         given, verb, instead = f"--save {args.save}", "write", "add --untie-embeddings-and-output-weights"
     elif args.load and nothing_to_load(args) is None:
         given, verb, instead = f"--load {args.load}", "read", "use --pipeline-model-parallel-size 1"
-    if given and args.ckpt_format != "torch" and is_tied and args.pipeline_model_parallel_size > 1 and "m" in last:
+    if given and args.ckpt_format != "torch" and (tied := tied_in_pipeline(args)) is not None:
         raise ValueError(
-            f"{given} with --mtp-num-layers {args.mtp_num_layers} in a pipeline: Megatron-LM cannot {verb} a "
-            f"checkpoint if embedding and head share weights; {instead}"
+            f"{given} with {tied} in a pipeline: Megatron-LM cannot {verb} a checkpoint if embedding and head share "
+            f"weights; {instead}"
         )
     given = next((f"--{name} {folder}" for name in ("save", "load") if (folder := getattr(args, name))), None)
     if given and (stage := _stage_without_parameters(args)):
@@ -96,10 +95,10 @@ def check_saves(args: argparse.Namespace) -> None:
 def _stage_without_parameters(args: argparse.Namespace) -> int | None:
     """A stage between the others that has nothing. Of several chunks Megatron-LM leaves empty ones out."""
     layout, stages = args.pipeline_model_parallel_layout, args.pipeline_model_parallel_size
-    if not layout or args.mtp_num_layers or stages < 3:
+    if not layout or stages < 3 or has_tail(args):
         return None
     plan = from_layout(str(layout), stages)
-    return next((at for at in range(1, stages - 1) if plan.virtual == 1 and not plan.chunks[at][0]), None)
+    return next((stage for stage in range(1, stages - 1) if plan.virtual == 1 and not plan.chunks[stage][0]), None)
 
 
 def check_data(args: argparse.Namespace) -> None:

@@ -9,7 +9,7 @@ import argparse
 import dataclasses
 
 from balancing.layers.config import LayerConfig
-from balancing.layers.plan import ONE_CHUNK
+from balancing.layers.plan import check_method, check_movable
 from balancing.pipeline.layout import from_layout
 from balancing.pipeline.pattern import read_pattern
 from balancing.pipeline.stage_plan import StagePlan
@@ -41,26 +41,17 @@ def check_layers(args: argparse.Namespace, layers: LayerConfig) -> tuple[LayerCo
         off = dataclasses.replace(layers, enabled=False, once=False)
         return off, [f"{flag} has nothing to balance: {why}"]
     check_compatible(args, LAYERS, flag)
-    plan = _layout(args)
-    if plan is not None and plan.mtp_chunk and plan.mtp_chunk % stages == 0:  # two chunks would have an embedding each
-        raise ValueError(
-            f"{flag} is incompatible with multi-token prediction in a later chunk of the first stage, as in "
-            f"--pipeline-model-parallel-layout {args.pipeline_model_parallel_layout}; put m on another stage"
-        )
-    if layers.planner in ONE_CHUNK and plan is not None and plan.behind:
-        raise ValueError(
-            f"layers.planner {layers.planner} cannot leave the stages after multi-token prediction without "
-            "layers; use optimal or uniform"
-        )
+    try:
+        check_method(layers.planner, chunks, behind=0)
+        if (plan := _layout(args)) is not None:
+            check_movable(plan, layers.planner)
+    except ValueError as error:
+        raise ValueError(f"{flag}: {error}") from error
     drops = args.attention_dropout or args.hidden_dropout
     if drops and (args.cuda_graph_impl == "transformer_engine" or args.external_cuda_graph):
         raise ValueError(
             f"{flag} captures CUDA graphs again after a move, which is untested with dropout; use "
             "--attention-dropout 0 --hidden-dropout 0, or --cuda-graph-impl none"
-        )
-    if chunks > 1 and layers.planner in ONE_CHUNK:
-        raise ValueError(
-            f"layers.planner {layers.planner} plans one chunk a stage, not {chunks}; use optimal or uniform"
         )
     notes = []
     if args.save and args.use_distributed_optimizer and not args.dist_ckpt_optim_fully_reshardable:

@@ -5,6 +5,7 @@ import argparse
 from balancing.doctor.installed import find_apex
 from megatron.balanced.shared.incompatible import shown
 from megatron.balanced.trainer.checks.hybrid import check_hybrid
+from megatron.balanced.trainer.prediction import check_packed_tail
 from megatron.balanced.trainer.sequence_rules import balancing_losses
 
 __all__ = ["check_model"]
@@ -100,12 +101,7 @@ def _check_dense_layers(args: argparse.Namespace) -> None:
 def _check_packed(args: argparse.Namespace) -> None:
     """Refuse flags with which Megatron-LM fails late on packed documents, or trains them wrongly."""
     packs = "--sft" if args.sft else "--dataloader-inter-document-masking"
-    if args.mtp_num_layers and args.overlap_moe_expert_parallel_comm:
-        raise ValueError(
-            f"--mtp-num-layers {args.mtp_num_layers} with {packs} is incompatible with "
-            "--overlap-moe-expert-parallel-comm, whose layers of prediction take no packed documents; "
-            "drop one of the two"
-        )
+    check_packed_tail(args, packs)
     several = (args.micro_batch_size or 1) > 1 and args.context_parallel_size > 1
     if several and "seq_aux_loss" in balancing_losses(args) and not args.balance_sequences:
         raise ValueError(
