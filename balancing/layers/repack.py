@@ -12,13 +12,43 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import ArrayLike
 
+from balancing.layers.config import LayerConfig
 from balancing.layers.cost import LayerSeconds
 from balancing.layers.memory import LayerMemory
 from balancing.layers.plan import Pipeline, plan_partition
 from balancing.pipeline.schedule import MEGATRONS, Schedule
 from balancing.pipeline.stage_plan import StagePlan
 
-__all__ = ["Release", "Repack", "Running", "choose_repack", "release_of", "repack_options"]
+__all__ = ["Release", "Repack", "Running", "check_repack", "choose_repack", "release_of", "repack_options"]
+
+
+def check_repack(config: LayerConfig, stages: int, chunks: int) -> str:
+    """The setting that lets a pipeline get shorter, as a user gives it; "" if none does.
+
+    stages, chunks: of the pipeline, and of a stage.
+
+    Raises ValueError, one line, if the settings ask for a release of ranks that is impossible or never happens.
+    """
+    if not config.repacks:
+        if config.repack_min_stages > 1:
+            raise ValueError(
+                f"layers.repack_min_stages {config.repack_min_stages} releases nothing by itself; add "
+                "--repack-throughput-floor"
+            )
+        return ""
+    flag = f"layers.repack_memory_limit {config.repack_memory_limit}"
+    if config.repack_throughput_floor is not None:
+        flag = f"--repack-throughput-floor {config.repack_throughput_floor}"
+    if config.once:
+        raise ValueError(f"{flag} needs layers that keep moving; use --balance-layers instead of --balance-layers-once")
+    if config.repack_min_stages >= stages:
+        raise ValueError(
+            f"{flag} has nothing to release: --pipeline-model-parallel-size {stages} must be above "
+            f"layers.repack_min_stages {config.repack_min_stages}; use more stages, or drop it"
+        )
+    if chunks > 1:
+        raise ValueError(f"{flag} can shrink a pipeline of one chunk a stage, not of {chunks}; use one")
+    return flag
 
 
 @dataclass(frozen=True)

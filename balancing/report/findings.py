@@ -174,7 +174,7 @@ def gain_rows(summary: Summary) -> list[GainRow]:
     ]
     if summary.dealt is not None:
         rows.append(GainRow("sequences", "modelled step, of one with equal micro-batches", *map(ratio, summary.dealt)))
-    if (move := summary.move) and move.action != "release":
+    if (move := summary.move) and move.same_size:
         moved = f"step {_MOVED.get(move.action, 'when layers moved')} (iteration {move.iteration})"
         rows.append(GainRow("", moved, duration(move.step_before), duration(move.step_after)))
     return rows

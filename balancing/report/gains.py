@@ -64,6 +64,11 @@ class Move:
     step_before: float
     step_after: float
 
+    @property
+    def same_size(self) -> bool:
+        """Whether the job had as many stages before as after, so that its steps can be compared."""
+        return len(self.stage_before) == len(self.stage_after)
+
 
 def over_the_run(history: History) -> dict[str, dict[int, BeforeAfter]]:
     """Balancer -> iteration -> max / mean (without it, with it), for balancers that were on."""

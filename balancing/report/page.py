@@ -102,7 +102,7 @@ def _steps(summary: Summary) -> Iterator[dict[str, str]]:
     if summary.dealt is not None:
         before, after = map(ratio, summary.dealt)
         yield {"what": "modelled, of one with equal micro-batches", "before": before, "after": after}
-    if (move := summary.move) is not None and move.action != "release":  # a release leaves fewer ranks
+    if (move := summary.move) is not None and move.same_size:
         what = "layers moved back" if move.action == "rollback" else "layers moved"
         times = {"before": duration(move.step_before), "after": duration(move.step_after)}
         yield {"what": f"when {what}, iteration {move.iteration}"} | times

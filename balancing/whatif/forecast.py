@@ -31,6 +31,7 @@ __all__ = [
     "schedule_seconds",
     "shorter",
     "verdict",
+    "when_shorter",
 ]
 
 # "fill" is --fill-with-weight-gradients.
@@ -129,6 +130,19 @@ def shorter(model: StepModel, throughput_floor: float, min_stages: int = 1) -> R
     )
     options = repack_options(running, min_stages=min_stages, transfer=model.transfer_seconds())
     return choose_repack((each for each in options if each.gpu_time < 1), throughput_floor)
+
+
+def when_shorter(job: Job, cluster: Cluster, throughput_floor: float, min_stages: int) -> str:
+    """A sentence about the smallest number of frozen layers with which stages are released. Parameters as for
+    `shorter`."""
+    for frozen in range(job.freeze_layers + 1):
+        model = StepModel(replace(job, freeze_layers=frozen), cluster)
+        if (less := shorter(model, throughput_floor, min_stages)) is not None:
+            return (
+                f"with {frozen} layers frozen {less.stages} of {job.pipeline_model_parallel_size} stages keep "
+                f"{less.throughput:.0%} of the balanced throughput, and {less.freed_nodes} nodes are released"
+            )
+    return f"no shorter pipeline keeps {throughput_floor:.0%} of the balanced throughput, so no node is released"
 
 
 def _replanned(costs: LayerSeconds, job: Job) -> StagePlan:

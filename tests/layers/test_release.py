@@ -283,14 +283,14 @@ def _chosen(asked: dict[str, Any], peak: int) -> list[Any]:
     """What is left of four stages of which only the first and the last have much to do, now and in later iterations."""
     from balancing.layers import LayerSeconds, StagePlan
     from balancing.layers.config import LayerConfig
-    from megatron.balanced.layers import repack
+    from megatron.balanced.layers import shrink
 
-    repack.get_num_microbatches = lambda: 8
+    shrink.get_num_microbatches = lambda: 8
     config = LayerConfig(enabled=True, **asked)
-    repacker = repack.Repacker(config, log_interval=10)
+    repacker = shrink.Repacker(config, log_interval=10)
     seconds = np.array([1.0, 1.0, 0.1, 0.1, 0.1, 0.1, 1.0, 1.0])
     plan = StagePlan.from_counts(((2,),) * 4)
-    ask = LayerSeconds(seconds, seconds), plan, np.full(4, peak), 4
+    ask = LayerSeconds(seconds, seconds), plan, np.full(4, peak), 4, np.inf
     if not repacker.consider(*ask):
         return [None, None, None]
     assert not repacker.consider(*ask)  # one choice at a time

@@ -3,8 +3,7 @@
 Every `interval` steps, between two steps, all ranks make the same decision from measured costs
 (`megatron.balanced.layers.planning`). If layers move (`megatron.balanced.layers.mover`), training continues with the
 same numbers. The gate then watches the measured steps and reverts a move that made them slower. If the current plan is
-the best one and the user allows it, the pipeline gets shorter where that saves GPU-hours: the last stages send their
-layers to other stages and leave the job (`megatron.balanced.layers.repack`).
+the best one and the user allows it, the pipeline gets shorter (`megatron.balanced.layers.shrink`).
 """
 
 from collections.abc import Callable, Sequence
@@ -19,13 +18,14 @@ from megatron.core.utils import get_model_config, unwrap_model
 from balancing.layers import StagePlan
 from balancing.layers.config import LayerConfig
 from balancing.layers.plan import check_movable
-from megatron.balanced.layers.events import decision_event, release_event
+from balancing.layers.repack import check_repack
+from megatron.balanced.layers.events import decision_event
 from megatron.balanced.layers.groups import MoveGroups
-from megatron.balanced.layers.loop import TrainingLoop
 from megatron.balanced.layers.mover import LayerMover, Moved
-from megatron.balanced.layers.planning import Choice, LayerPlanner
-from megatron.balanced.layers.repack import Repacker
+from megatron.balanced.layers.planning import Choice, LayerPlanner, usable_memory
+from megatron.balanced.layers.shrink import Repacker
 from megatron.balanced.layers.source import LayerSource
+from megatron.balanced.layers.training_loop import TrainingLoop
 from megatron.balanced.observe.observer import Observer
 from megatron.balanced.shared.callbacks import Callbacks, StepCallback
 from megatron.balanced.shared.job import Job
@@ -85,7 +85,7 @@ class LayerBalancer(StepCallback):
         model = get_model_config(chunks[0])
         self._alone = loop is None
         loop = loop or TrainingLoop(Callbacks([self]), Observer(measures=True), MoveGroups(of_job.timeout_minutes))
-        _check(optimizer, config, model.pipeline_model_parallel_size, releases=loop.depart is not None)
+        _check(optimizer, config, model, loop)
         self.chunks, self._moves, self._report = list(chunks), moves, report
         self.iteration = 0  # from 0, the step in progress, or else the next one
         self._first: int | None = None  # the step before which `decide` was first called
@@ -94,7 +94,7 @@ class LayerBalancer(StepCallback):
         self._micro_batches: tuple[int, ...] = ()  # of the last two schedules; the earlier one has been measured
         self.beside = loop.callbacks  # all that are told of moves
         pattern = getattr(unwrap_model(self.chunks)[0], "hybrid_layer_pattern", None)
-        self._source = LayerSource(model, layer_spec, pattern=pattern, build=loop.build)
+        self._source = LayerSource(model, layer_spec, pattern=pattern)
         if on_layout is not None:
             self._source.on_layout = on_layout
 
@@ -213,8 +213,9 @@ class LayerBalancer(StepCallback):
             )
         before = self.mover.plan
         if choice.plan.chunks == before.chunks:
+            ranks = dist.get_world_size()
             if choice.action == "keep" and self._repacker.consider(
-                choice.cost, choice.plan, choice.peaks, dist.get_world_size()
+                choice.cost, choice.plan, choice.peaks, ranks, usable_memory()
             ):
                 choice = choice._replace(reason=self._repacker.reason)
             self._report_decision(choice, before, None)
@@ -231,7 +232,10 @@ class LayerBalancer(StepCallback):
         moved = self.mover.move(plan)
         if plan.stages < before.stages:
             self._planner.restart()
-            self._report_release(before, moved)
+            if not dist.get_rank():
+                cost = costs.cost if (costs := self._planner.costs).iterations else None
+                shown = self._source.text
+                self._note(self._repacker.event(self.iteration, before, plan, cost, moved, shown))
         return moved
 
     def _report_decision(self, choice: Choice, before: StagePlan, moved: Moved | None) -> None:
@@ -240,17 +244,6 @@ class LayerBalancer(StepCallback):
         if moved is not None:
             print(f"> layers moved to {self._source.text(choice.plan)}: {choice.reason}", flush=True)
         self._note(decision_event(self.iteration, self._config, choice, before, moved, self._source.text))
-
-    def _report_release(self, before: StagePlan, moved: Moved) -> None:
-        plan, costs = self.mover.plan, self._planner.costs
-        if dist.get_rank():
-            return
-        freed = dist.get_world_size() // plan.stages * (before.stages - plan.stages)
-        print_once(f"> the pipeline has {plan.stages} instead of {before.stages} stages; {freed} ranks left the job")
-        cost = costs.cost if costs.iterations else None
-        reason, shown = self._repacker.reason, self._source.text
-        released = release_event(self.iteration, before, plan, cost, moved, reason, shown)
-        self._note(released | {"ranks_freed": freed})
 
     def _note(self, event: dict[str, Any]) -> None:
         if self._report is not None:
@@ -265,14 +258,15 @@ def _as_given(overrides: Any) -> Any:
     return {key: override for key, override in overrides.items() if "optimizer" not in override}
 
 
-def _check(optimizer: Any, config: LayerConfig, stages: int, *, releases: bool) -> None:
-    """Raise ValueError for what cannot move, or for settings that the loop cannot follow. releases: whether the loop
-    can release ranks."""
+def _check(optimizer: Any, config: LayerConfig, model: Any, loop: TrainingLoop) -> None:
+    """Raise ValueError for what cannot move, or for settings that the loop cannot follow."""
+    stages, chunks = model.pipeline_model_parallel_size, model.virtual_pipeline_model_parallel_size or 1
     if not isinstance(optimizer, ChainedOptimizer):
         raise ValueError(
             f"layers cannot move with an optimizer of class {type(optimizer).__name__}; use get_megatron_optimizer"
         )
     if stages == 1:
         raise ValueError("layers cannot move, since there is only one pipeline stage; drop the LayerBalancer")
-    if config.repacks and not releases:
+    if config.repacks and loop.shrinking is None:
         raise ValueError("only pretrain_gpt.py can shorten the pipeline; leave the settings of repacking out")
+    check_repack(config, stages, chunks)

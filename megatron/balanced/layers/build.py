@@ -5,7 +5,7 @@ builder decide its position, its precision and whether it has experts.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -126,17 +126,18 @@ def _finished(module: torch.nn.Module, config: Any) -> torch.nn.Module:
     return module
 
 
-def complete_ends(stages: int, model: torch.nn.Module, source: LayerSource) -> list[torch.nn.Module]:
+def complete_ends(
+    stages: int, model: torch.nn.Module, source: LayerSource, build: Callable[[Any], torch.nn.Module]
+) -> list[torch.nn.Module]:
     """Adapt `model` to a pipeline that has been shortened to `stages` stages.
 
-    The new last stage gets the final norm and the head. They come from a model without layers that Megatron-LM builds
+    The new last stage gets the final norm and the head. They come from a model without layers that `build` makes
     for this stage. All remaining ranks call this together, after their process groups are set. Returns the new modules,
     uninitialized.
     """
     config = model.config
-    assert source.build is not None
     with source.without_layers(stages), _uninitialized(config):
-        fresh = source.build(model.pg_collection)
+        fresh = build(model.pg_collection)
     _finished(fresh, config)
     if fresh.pre_process:  # whether its weights are tied to a copy on another stage may have changed
         weight, example = model.embedding.word_embeddings.weight, fresh.embedding.word_embeddings.weight

@@ -14,7 +14,7 @@ a move keeps these objects and replaces their contents:
 So the peak memory of a rank is that before or after the move, whichever is larger, plus one layer. With a distributed
 optimizer, weights are copied to a new buffer in the memory that gradients had. Embedding, final norm and head stay on
 their stages unless the pipeline gets shorter. In this case the last stages send everything to other stages, and their
-ranks leave the job (`megatron.balanced.layers.loop`).
+ranks leave the job (`megatron.balanced.layers.shrink`).
 """
 
 import hashlib
@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from megatron.core import mpu
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.fp8_utils import is_float8tensor
@@ -34,14 +33,12 @@ from megatron.core.optimizer.layer_wise_optimizer import is_managed_by_layer_wis
 from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
 from megatron.core.utils import unwrap_model
 
-from balancing.launch import detect_launch
-from balancing.layers.repack import release_of
 from balancing.pipeline.fixed_parts import NAMES
 from balancing.pipeline.stage_plan import StagePlan
 from balancing.ranges import named
 from megatron.balanced.layers.build import change_layers, complete_ends
-from megatron.balanced.layers.loop import Departure, TrainingLoop
 from megatron.balanced.layers.quantized import finish_weights, forget_initial, forget_modules, weight_tensors
+from megatron.balanced.layers.shrink import Departure
 from megatron.balanced.layers.source import LayerSource
 from megatron.balanced.layers.state import (
     Inventory,
@@ -52,6 +49,7 @@ from megatron.balanced.layers.state import (
     take_inventory,
     transfer,
 )
+from megatron.balanced.layers.training_loop import TrainingLoop
 from megatron.balanced.shared.optimizer_state import (
     ParameterState,
     Taken,
@@ -125,7 +123,7 @@ class LayerMover:
     new_optimizer: builds an optimizer from its config and the chunks, with the arguments that `optimizer` was built
         with.
     source: builds the layers of the model.
-    loop: has the callbacks, which are told of every move and release, and the process groups.
+    loop: has the callbacks, which are told of every move, and the process groups.
 
     The attribute `plan` is the current plan.
     """
@@ -238,15 +236,12 @@ class LayerMover:
         departure = None
         ends: list[torch.nn.Module] = []
         if plan.stages < self.plan.stages:
-            assert self._loop.depart is not None
-            for callback in self._loop.callbacks:
-                callback.before_release()
-            per_node = detect_launch().ranks_per_node
-            release = release_of(dist.get_world_size(), self.plan.stages, plan.stages, per_node)
-            departure = self._loop.depart(release, list(self._chunks), self.gather)
+            shrinking, sizes = self._loop.shrinking, (self.plan.stages, plan.stages)
+            assert shrinking is not None
+            departure = shrinking.begin(sizes, self._chunks, self._loop.callbacks, self.gather)
             if departure.leaves:
                 return _After(departure)
-            ends = complete_ends(plan.stages, self.models()[0], self._source)
+            ends = complete_ends(plan.stages, self.models()[0], self._source, shrinking.build)
         self._source.set_layout(plan, self._chunks)
         in_buffers = self._chunks[0].ddp_config.use_distributed_optimizer
         inventories, replays = before.inventories, _replays(self.models())
@@ -272,11 +267,8 @@ class LayerMover:
         if self._model.fine_grained_activation_offloading:
             _forget_offloaded(self.models())
         if after.departure is not None:
-            self.gather(None)  # fails at once if a rank has died; a later death would show only as a timeout
-            after.departure.finish()
-            self._loop.groups.renew()
-            assert self._loop.renew_schedule is not None
-            self._loop.renew_schedule()
+            assert self._loop.shrinking is not None
+            self._loop.shrinking.finish(after.departure, groups)
         return sent
 
     def _put_together(self, before: _Before, after: _After) -> None:
@@ -293,8 +285,8 @@ class LayerMover:
         for layer, chunk in after.arrived:
             for callback in self._loop.callbacks:
                 callback.layer_arrived(layer, chunk)
-        for callback in self._loop.callbacks if after.departure is not None else []:
-            callback.after_release(self.models()[0] if after.ends else None)
+        for callback in self._loop.callbacks if after.ends else []:
+            callback.head_arrived(self.models()[0])
         for callback in self._loop.callbacks:
             callback.layers_moved()
 

@@ -32,8 +32,8 @@ from balancing.pipeline import Schedule
 from balancing.ranges import named
 from balancing.report import RankRecord
 from megatron.balanced.cpu.device import is_cpu
-from megatron.balanced.layers.loop import TrainingLoop
 from megatron.balanced.layers.mover import LayerMover, Moved
+from megatron.balanced.layers.training_loop import TrainingLoop
 from megatron.balanced.shared.log import print_once
 from megatron.balanced.shared.micro_batches import get_num_microbatches
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -29,14 +28,12 @@ class LayerSource:
     layer_spec: virtual stage of a chunk -> the spec of its layers in the layout of `config`, as for `GPTModel`. Not
         called for hybrid models, whose chunks keep their spec.
     pattern: of the layers of a hybrid model, in the current layout; None for a GPT model.
-    build: builds the model of this rank's stage. Only pipelines that get shorter need it.
     on_layout: called with the string of each new layout, for checkpoints and logs.
     """
 
     config: TransformerConfig
     layer_spec: Callable[[int | None], Any]
     pattern: str | None = None
-    build: Callable[[ProcessGroupCollection], torch.nn.Module] | None = None
     on_layout: Callable[[str], None] = _forget
 
     @property

@@ -60,7 +60,7 @@ class EmptySteps(StepCallback):
         while self._waiting:
             self._waiting.pop(0).look()
 
-    before_release = end_training
+    flush = end_training
 
 
 class _Step:

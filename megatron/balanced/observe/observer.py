@@ -71,16 +71,11 @@ class Observer(StepCallback):
     def layer_arrived(self, layer: torch.nn.Module, chunk: int) -> None:
         self._hooks.watch_layer(layer, chunk)
 
-    def before_release(self) -> None:
-        """Write all measurements while all ranks are there."""
-        self._close()
+    def head_arrived(self, model: torch.nn.Module) -> None:
+        self._hooks.watch_head(model, 0)
 
-    def after_release(self, headed: torch.nn.Module | None) -> None:
-        """Continue the report on the last of the remaining ranks."""
-        if self._writer is not None:
-            self._writer.reopen()
-        if headed is not None:
-            self._hooks.watch_head(headed, 0)
+    def flush(self) -> None:
+        self._close()
 
     # Called by balancers and when a micro-batch begins.
 

@@ -48,17 +48,14 @@ class ReportWriter:
         self._trace: TraceLog | None = None
         self._trace_written = time.monotonic()
         name_ranges()
-        self._open(is_last)
-
-    def _open(self, is_last: bool) -> None:
         if is_last:
-            self._log = EventLog(self._directory)
-            self._trace = TraceLog(self._directory)
+            self._open()
 
-    def reopen(self) -> None:
-        """Go on, after `close`, in a job with fewer ranks."""
-        self._group = None
-        self._open(dist.get_rank() == dist.get_world_size() - 1)
+    def _open(self) -> tuple[EventLog, TraceLog]:
+        """The files. They go on where they ended."""
+        if self._log is None or self._trace is None:
+            self._log, self._trace = EventLog(self._directory), TraceLog(self._directory)
+        return self._log, self._trace
 
     def write(self, iterations: list[int], records: list[RankRecord], config: ModelParallelConfig | None) -> None:
         """Gather this rank's `records`, one for each of `iterations` (from 0), on the last rank and write them there.
@@ -74,15 +71,15 @@ class ReportWriter:
         dist.gather_object(records, gathered, dst=last, group=self._group)
         if gathered is None:
             return
-        assert self._log is not None and self._trace is not None
+        log, trace = self._open()
         for iteration, *ranks in zip(iterations, *gathered, strict=True):
             record = replace(_joined(iteration, ranks, config), kinds=self._kinds)
             events = observe(record) + [line for rank in ranks for line in rank.events]
-            self._log.write(events)
-            self._trace.add(record)
+            log.write(events)
+            trace.add(record)
             self._write_scalars(iteration, scalars(events))
         if time.monotonic() - self._trace_written > _TRACE_SECONDS:
-            self._trace.write()
+            trace.write()
             self._trace_written = time.monotonic()
 
     def _write_scalars(self, iteration: int, values: dict[str, float]) -> None:
@@ -94,10 +91,13 @@ class ReportWriter:
             wandb.log(values, iteration + 1)
 
     def close(self) -> None:
-        """Complete the files."""
+        """Complete the files. A later `write` may have other ranks: it makes its group anew, and opens the files again
+        on what is then the last rank."""
+        self._group = None
         if self._log is not None and self._trace is not None:
             self._log.close()
             self._trace.write()
+            self._log = self._trace = None
             tensorboard, _ = self._writers()
             if tensorboard is not None:
                 tensorboard.flush()

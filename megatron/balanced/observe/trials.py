@@ -70,8 +70,6 @@ class StepTrials(StepCallback):
         """Steps before a move are not compared with steps after it."""
         self._timed.clear()
 
-    before_release = layers_moved
-
     def end_training(self) -> None:
         """Say what balancing gained, on rank 0."""
         self._end_round()

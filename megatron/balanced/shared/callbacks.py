@@ -1,4 +1,4 @@
-"""Callbacks of a training run: around each step, around the schedule inside it, and when layers move or ranks leave.
+"""Callbacks of a training run: around each step, around the schedule inside it, and when layers move.
 
 Megatron-LM has no callbacks. Its `train_step` is the one function that knows the iteration, the model, the optimizer
 and the schedule while no micro-batch is in flight, so one row of the patch table replaces it by `with_callbacks`. The
@@ -43,9 +43,9 @@ def _no_report(event: dict[str, Any]) -> None:
 class StepCallback:
     """Base class of all callbacks. Every method does nothing; override those you need.
 
-    Every rank has its own instance. All methods but `layer_arrived` are called on all ranks of the job, so they may
-    communicate. Callbacks are called in the order of registration; `end_schedule` and `end_step` in reverse order. An
-    exception in a callback ends the run.
+    Every rank has its own instance. All methods but `layer_arrived` and `head_arrived` are called on all ranks of the
+    job, so they may communicate. Callbacks are called in the order of registration; `end_schedule` and `end_step` in
+    reverse order. An exception in a callback ends the run.
 
     report: adds an event (`balancing.report.event`) to the report of the step in progress, if there is a report.
     trial_name: what it is called in trials (`balancing.trials`), if a step can leave it out without changing a number.
@@ -85,14 +85,14 @@ class StepCallback:
 
     def layers_moved(self) -> None:
         """Layers have moved, perhaps not to or from this rank. Gradient buffers, buckets and optimizer have been
-        rebuilt on every rank. Called after `layer_arrived` and `after_release`, before the step goes on."""
+        rebuilt on every rank. The job may have fewer ranks than before. Called after `layer_arrived` and
+        `head_arrived`, before the step goes on."""
 
-    def before_release(self) -> None:
-        """The ranks of the last pipeline stages are about to leave the job. These ranks get no further call."""
+    def flush(self) -> None:
+        """Write what has been measured. Ranks are about to leave the job, and get no further call."""
 
-    def after_release(self, headed: Any | None) -> None:
-        """The ranks of the last stages have left. Process groups and world size cover the remaining ranks. `headed`:
-        this rank's model if it received the final norm and the head, else None."""
+    def head_arrived(self, model: Any) -> None:
+        """`model`, a chunk of this rank, has received the final norm and the head from a rank that has left."""
 
     def held(self) -> HeldBytes:
         """The memory that this callback needs, for planners of the free memory. Called between steps and at

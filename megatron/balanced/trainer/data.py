@@ -120,29 +120,29 @@ def _dataset_class(args: argparse.Namespace) -> type:
 
 
 def train_valid_test_datasets(
-    sizes: list[int | None], vp_stage: int | None = None, *, releases: bool = False
+    sizes: list[int | None], vp_stage: int | None = None, *, everywhere: bool = False
 ) -> tuple[Any, Any, Any]:
     """Build train, validation and test sets on the ranks that read them.
 
     sizes: samples of each, None for an epoch.
-    releases: whether ranks may leave the job, so that any stage may become the last one, which reads data.
+    everywhere: whether every stage reads data, since it may become the last one.
     """
     args = get_args()
     print_rank_0("> building train, validation, and test datasets for GPT ...")
 
     def reads_data() -> bool:
-        reads = _stage_reads_data(args, vp_stage) or releases
+        reads = _stage_reads_data(args, vp_stage) or everywhere
         return reads and mpu.get_tensor_model_parallel_rank() == 0
 
     return BlendedMegatronDatasetBuilder(_dataset_class(args), sizes, reads_data, _dataset_config(args)).build()
 
 
-def _next_batch(data_iterator: Iterator | None, vp_stage: int | None, releases: bool) -> dict[str, Any] | None:
+def _next_batch(data_iterator: Iterator | None, vp_stage: int | None, everywhere: bool) -> dict[str, Any] | None:
     """The next micro-batch of this rank, or None on a stage that does not read data."""
     args = get_args()
     tensor_rank = mpu.get_tensor_model_parallel_rank()
     if not _stage_reads_data(args, vp_stage):
-        if releases and tensor_rank == 0:  # this stage may become the last one, so its iterator must keep pace
+        if everywhere and tensor_rank == 0:  # this stage may become the last one, so its iterator must keep pace
             assert data_iterator is not None, "a stage that may have to read data has no data iterator"
             next(data_iterator)
         return None
@@ -274,7 +274,7 @@ def forward_step(
     *,
     observer: "Observer | None" = None,
     tokens: "MovedTokens | None" = None,
-    releases: bool = False,
+    everywhere: bool = False,
     count: Callable[[torch.Tensor], None] | None = None,
 ) -> tuple[Any, Callable]:
     """Run the forward pass of one micro-batch. Returns the output tensor and the loss function, as schedules expect.
@@ -285,7 +285,7 @@ def forward_step(
         schedule then runs the plan in parts (`--overlap-moe-expert-parallel-comm`).
     observer: told of each micro-batch, and of Megatron-LM's plan if that is returned.
     tokens: gives micro-batches whose documents are spread over ranks; None for Megatron-LM's own layout.
-    releases: whether ranks may leave the job, as in `train_valid_test_datasets`.
+    everywhere: as in `train_valid_test_datasets`.
     count: told of the number of tokens with a loss of each trained micro-batch.
     """
     args = get_args()
@@ -297,7 +297,7 @@ def forward_step(
     plan: SequencePlan | None = None
     rank, weigh = 0, None
     if tokens is None:
-        batch = _next_batch(data_iterator, vp_stage, releases) or dict.fromkeys(_BATCH_KEYS)
+        batch = _next_batch(data_iterator, vp_stage, everywhere) or dict.fromkeys(_BATCH_KEYS)
         packed = _packed_parameters(batch)
     else:
         batch, packed, plan, losses = tokens.next_batch(data_iterator, vp_stage or 0)

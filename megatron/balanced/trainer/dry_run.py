@@ -10,7 +10,6 @@ device, `assume_ranks` and `assume_packages` for the rest.
 """
 
 import argparse
-import dataclasses
 import importlib
 import importlib.util
 import os
@@ -205,7 +204,7 @@ def _state_lines(args: argparse.Namespace, ranks: int) -> list[str]:
 
 def _gain_lines(args: argparse.Namespace, config: BalanceConfig, frozen: int | None) -> list[str]:
     """What balancing would save, where `--cluster` says how fast the machine is."""
-    from balancing.whatif.forecast import forecast, verdict  # runs that train do not need these
+    from balancing.whatif.forecast import forecast, verdict, when_shorter  # runs that train do not need these
     from balancing.whatif.job import flag_table, read_recipe_flags
 
     cluster = cluster_from_flags(config, args.world_size)
@@ -226,28 +225,14 @@ def _gain_lines(args: argparse.Namespace, config: BalanceConfig, frozen: int | N
     taken += [f"{frozen} of {args.num_layers} layers frozen"] * bool(frozen)
     lines = [f"gain   {verdict(found)}"]
     if layers.repack_throughput_floor is not None:
-        lines.append(_release_line(job, cluster, layers.repack_throughput_floor, layers.repack_min_stages))
+        shorter = when_shorter(job, cluster, layers.repack_throughput_floor, layers.repack_min_stages)
+        lines.append(f"gain   {shorter}")
     return [
         *lines,
         f"memory about {memory / 1e9:,.0f} GB of {cluster.memory / 1e9:,.0f} GB on the fullest rank",
         f"       a forecast for --cluster {config.cluster}{''.join(f', {each}' for each in taken)}; "
         "python -m balancing.whatif shows the table",
     ]
-
-
-def _release_line(job: Any, cluster: Any, floor: float, min_stages: int) -> str:
-    """The smallest number of frozen layers with which stages are released. job: of `balancing.whatif`."""
-    from balancing.whatif.forecast import shorter
-    from balancing.whatif.step import StepModel
-
-    for frozen in range(job.freeze_layers + 1):
-        model = StepModel(dataclasses.replace(job, freeze_layers=frozen), cluster)
-        if (less := shorter(model, floor, min_stages)) is not None:
-            return (
-                f"gain   with {frozen} layers frozen {less.stages} of {job.pipeline_model_parallel_size} stages keep "
-                f"{less.throughput:.0%} of the balanced throughput, and {less.freed_nodes} nodes are released"
-            )
-    return f"gain   no shorter pipeline keeps {floor:.0%} of the balanced throughput, so no node is released"
 
 
 def _flags_of(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:

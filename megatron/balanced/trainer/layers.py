@@ -1,4 +1,4 @@
-"""The layer balancer of Megatron-LM's trainer: how the trainer builds layers, keeps layouts, and lets ranks leave."""
+"""Layers that move in Megatron-LM's trainer: how it builds layers, keeps layouts, and lets ranks leave."""
 
 import argparse
 import inspect
@@ -16,23 +16,30 @@ from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
 from megatron.training.models.hybrid import HybridModelConfig
 
 from megatron.balanced.layers.balancer import LayerBalancer
+from megatron.balanced.layers.graphs import GraphsOfLayers
 from megatron.balanced.layers.groups import MoveGroups
-from megatron.balanced.layers.loop import TrainingLoop
+from megatron.balanced.layers.shrink import Shrinking
+from megatron.balanced.layers.training_loop import TrainingLoop
 from megatron.balanced.observe.observer import Observer
-from megatron.balanced.shared.callbacks import registered, use_schedule
+from megatron.balanced.shared.callbacks import StepCallback, registered, use_schedule
 from megatron.balanced.shared.job import Job
 from megatron.balanced.trainer.checks.fill import deferred_share
 from megatron.balanced.trainer.config import BalanceConfig
-from megatron.balanced.trainer.release import Departure
+from megatron.balanced.trainer.release import Departure, TensorBoardOfTheLast
 
-__all__ = ["layer_balancer"]
+__all__ = ["layer_callbacks", "reads_data_everywhere"]
 
 
-def layer_balancer(
+def reads_data_everywhere(config: BalanceConfig) -> bool:
+    """Whether every stage reads data, since any may become the last one when ranks leave."""
+    return config.layers.enabled and config.layers.repacks
+
+
+def layer_callbacks(
     args: argparse.Namespace, config: BalanceConfig, model: ModelConfig, job: Job, observer: Observer
-) -> Callable[[list[Any]], Callable[[Any, Any], LayerBalancer]]:
-    """The layer balancer of the model that is built from `model`, as `Callbacks` takes it: from the model chunks, and
-    then from the optimizer and its scheduler.
+) -> list[StepCallback | Callable]:
+    """The layer balancer of the model that is built from `model`, and callbacks that follow its moves. `Callbacks`
+    makes the balancer from the model chunks, and then from the optimizer and its scheduler.
 
     The ranks are connected before the model is wrapped and others measure the free memory. New layouts are written to
     `model` and to `args`, which checkpoints record.
@@ -41,10 +48,12 @@ def layer_balancer(
         callbacks=registered,
         observer=observer,
         groups=MoveGroups(job.timeout_minutes),
+        shrinking=Shrinking(
+            build=model.get_builder_cls()(model).build_model,
+            depart=partial(Departure, args),
+            renew_schedule=lambda: use_schedule(training.get_forward_backward_func(schedule_pg_collection=None)),
+        ),
         log_interval=args.log_interval,
-        build=model.get_builder_cls()(model).build_model,
-        depart=partial(Departure, args),
-        renew_schedule=lambda: use_schedule(training.get_forward_backward_func(schedule_pg_collection=None)),
         weight_share=deferred_share(args) if config.fill_with_weight_gradients else 0.0,
     )
 
@@ -75,7 +84,8 @@ def layer_balancer(
         )
 
     model.pre_wrap_hooks.append(connect)
-    return lambda chunks: partial(finish, chunks)
+    callbacks: list[StepCallback | Callable] = [lambda chunks: partial(finish, chunks), TensorBoardOfTheLast(args)]
+    return callbacks + [GraphsOfLayers()] * (args.cuda_graph_impl == "transformer_engine")
 
 
 def _overrides(args: argparse.Namespace, model: ModelConfig, config: Any) -> Any:

@@ -15,6 +15,7 @@ import contextlib
 import datetime
 import os
 import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -30,7 +31,7 @@ from megatron.training import global_vars
 
 from balancing.layers.repack import Release
 from balancing.messages import connect
-from megatron.balanced.shared.callbacks import StepCallback
+from megatron.balanced.shared.callbacks import StepCallback, registered
 
 __all__ = ["Departure", "Released", "TensorBoardOfTheLast"]
 
@@ -42,7 +43,8 @@ _Key = tuple[str, tuple[int, ...]]  # what a process group is for, and its ranks
 
 
 class Released(SystemExit):
-    """This rank has left the job, which continues without it. Ends the process with code 0."""
+    """This rank has left the job, which continues without it. Its callbacks get no further call. Ends the process with
+    code 0."""
 
 
 class Departure:
@@ -91,6 +93,8 @@ class Departure:
         for group in self._shared:  # the last is the default group, with which torch destroys all that are left
             dist.destroy_process_group(group)
         if self.leaves:
+            registered.clear()
+            sys.stdout.flush()
             raise Released(0)
         if self._rank == 0:
             threading.Thread(target=_return_nodes, args=(self.release,), name="return-nodes", daemon=True).start()
@@ -197,7 +201,7 @@ class TensorBoardOfTheLast(StepCallback):
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
 
-    def after_release(self, headed: torch.nn.Module | None) -> None:
+    def layers_moved(self) -> None:
         args = self._args
         if args.tensorboard_dir and args.rank == args.world_size - 1 and global_vars.get_tensorboard_writer() is None:
             global_vars._set_tensorboard_writer(args)

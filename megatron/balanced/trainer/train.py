@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import datetime
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial, wraps
 from typing import Any
@@ -23,7 +22,6 @@ from balancing.run_lock import one_run
 from balancing.sequences.engine.kernel_choice import KernelError
 from megatron.balanced.experts.balancer import ExpertBalancer, ReplicaMemoryError
 from megatron.balanced.layers.fill import WeightGradientFill
-from megatron.balanced.layers.graphs import GraphsOfLayers
 from megatron.balanced.observe.empty_steps import EmptySteps
 from megatron.balanced.observe.observer import Observer
 from megatron.balanced.observe.report_writer import ReportWriter
@@ -40,11 +38,10 @@ from megatron.balanced.trainer.config import BalanceConfig, cluster_from_flags
 from megatron.balanced.trainer.data import forward_step, is_packed, train_valid_test_datasets
 from megatron.balanced.trainer.dry_run import plan_lines
 from megatron.balanced.trainer.kernels import kernels_line
-from megatron.balanced.trainer.layers import layer_balancer
+from megatron.balanced.trainer.layers import layer_callbacks, reads_data_everywhere
 from megatron.balanced.trainer.model import model_config
 from megatron.balanced.trainer.model_extension import ModelExtension
 from megatron.balanced.trainer.prediction import get_embedding_ranks
-from megatron.balanced.trainer.release import Released, TensorBoardOfTheLast
 from megatron.balanced.trainer.rendezvous import store_of_process_groups
 from megatron.balanced.trainer.sequence_rules import routes_by_sample, why_of_one_size, why_whole
 from megatron.balanced.trainer.watchdog.failure import stop
@@ -152,19 +149,17 @@ def _features(
         features.append(partial(_expert_balancer, config.experts, job, cluster, note))
     if config.layers.enabled:
         assert observer is not None
-        features += [layer_balancer(args, config, model, job, observer), TensorBoardOfTheLast(args)]
-        if args.cuda_graph_impl == "transformer_engine":
-            features.append(GraphsOfLayers())
+        features += layer_callbacks(args, config, model, job, observer)
     if config.fill_with_weight_gradients:
         timed = None if observer is None else observer.weight_gradients
         features.append(WeightGradientFill(args.distributed_timeout_minutes, timed))
-    releases = config.layers.enabled and config.layers.repacks
-    forward = partial(forward_step, observer=observer, tokens=tokens, releases=releases)
+    everywhere = reads_data_everywhere(config)
+    forward = partial(forward_step, observer=observer, tokens=tokens, everywhere=everywhere)
     if features or of_caller or patches.masks_losses(args):
         empty = EmptySteps(note)
         features.append(empty)
         forward = partial(forward, count=empty.count)
-    datasets = partial(train_valid_test_datasets, releases=releases)
+    datasets = partial(train_valid_test_datasets, everywhere=everywhere)
     datasets.is_distributed = True  # type: ignore[attr-defined]  # for Megatron: every rank calls it
     if (note := nothing_to_load(args)) is not None and args.rank == 0:
         forward = _say_first(note, forward)  # type: ignore[assignment]
@@ -248,9 +243,6 @@ def _pretrain(args: argparse.Namespace, model: ModelConfig, datasets: Callable, 
         )
     except (ReplicaMemoryError, SocketLimitError, KernelError) as error:
         stop(error)
-    except Released:
-        sys.stdout.flush()
-        raise
     except SystemExit:  # Megatron-LM ends early, on all ranks together: at --exit-interval, on a signal, ...
         registered.end_training()
         raise

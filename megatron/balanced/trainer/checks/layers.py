@@ -1,4 +1,4 @@
-"""Checks of the flags of layer balancing and of the release of ranks, at start-up.
+"""Checks of the flags of layer balancing, at start-up.
 
 A move sends the tensors of a layer and builds the layer again on another stage. Flags that keep parts of a layer
 outside of it, or that capture what a stage computes, would give wrong numbers after a move, so they are refused
@@ -10,6 +10,7 @@ import dataclasses
 
 from balancing.layers.config import LayerConfig
 from balancing.layers.plan import check_method, check_movable
+from balancing.layers.repack import check_repack
 from balancing.pipeline.layout import from_layout
 from balancing.pipeline.pattern import read_pattern
 from balancing.pipeline.stage_plan import StagePlan
@@ -26,16 +27,16 @@ def check_layers(args: argparse.Namespace, layers: LayerConfig) -> tuple[LayerCo
     """
     if not layers.enabled:
         return layers, []
-    if layers.repacks or layers.repack_min_stages > 1:
-        _check_release(args, layers)
-    flag = "--balance-layers-once" if layers.once else "--balance-layers"
     stages, chunks = args.pipeline_model_parallel_size, _chunks(args)
+    if shrinks := check_repack(layers, stages, chunks):
+        check_compatible(args, RELEASE, shrinks)
+    flag = "--balance-layers-once" if layers.once else "--balance-layers"
     why = None
     if args.skip_train:
         why = "--skip-train trains no step"
     elif stages == 1:
         why = "--pipeline-model-parallel-size 1 has one stage"
-    elif args.num_layers == stages * chunks and _even(args) and not layers.repacks:
+    elif args.num_layers == stages * chunks and _even(args) and not shrinks:
         why = f"each of the {stages * chunks} pipeline stages has one layer"
     if why is not None:
         off = dataclasses.replace(layers, enabled=False, once=False)
@@ -64,30 +65,6 @@ def check_layers(args: argparse.Namespace, layers: LayerConfig) -> tuple[LayerCo
             f"{flag} with dropout: masks differ after a move, and losses equal those without it only statistically"
         )
     return layers, notes
-
-
-def _check_release(args: argparse.Namespace, layers: LayerConfig) -> None:
-    """Raise ValueError if the flags ask for a release of ranks that is impossible or never happens."""
-    stages, chunks = args.pipeline_model_parallel_size, _chunks(args)
-    if not layers.repacks:
-        raise ValueError(
-            f"layers.repack_min_stages {layers.repack_min_stages} releases nothing by itself; add "
-            "--repack-throughput-floor"
-        )
-    if layers.repack_throughput_floor is not None:
-        flag = f"--repack-throughput-floor {layers.repack_throughput_floor}"
-    else:
-        flag = f"layers.repack_memory_limit {layers.repack_memory_limit}"
-    if layers.once:
-        raise ValueError(f"{flag} needs layers that keep moving; use --balance-layers instead of --balance-layers-once")
-    if layers.repack_min_stages >= stages:
-        raise ValueError(
-            f"{flag} has nothing to release: --pipeline-model-parallel-size {stages} must be above "
-            f"layers.repack_min_stages {layers.repack_min_stages}; use more stages, or drop it"
-        )
-    if chunks > 1:
-        raise ValueError(f"{flag} can shrink a pipeline of one chunk a stage, not of {chunks}; use one")
-    check_compatible(args, RELEASE, flag)
 
 
 def _layout(args: argparse.Namespace) -> StagePlan | None:
