@@ -190,16 +190,16 @@ def _show_chunks(
             continue
         try:
             other = replace(pipeline, virtual=virtual)
-            found = plan_pipeline(cost, other, memory=memory, memory_limit=limit, min_layers=0)
+            fastest = plan_pipeline(cost, other, memory=memory, memory_limit=limit, min_layers=0)
         except ValueError:  # no such plan fits the memory
             continue
-        seconds[virtual] = cost.simulate(found, micro_batches, schedule=schedule).step_time
+        seconds[virtual] = cost.simulate(fastest, micro_batches, schedule=schedule).step_time
     own = cost.simulate(plan, micro_batches, schedule=schedule).step_time
     seconds[plan.virtual] = min(own, seconds.get(plan.virtual, np.inf))
     best = min(seconds, key=lambda virtual: seconds[virtual])
     if seconds[best] < (1 - _WORTH) * seconds[plan.virtual]:
-        each = ", ".join(f"{virtual}: {_ms(seconds[virtual])}" for virtual in sorted(seconds))
-        print(f"The pipeline by chunks a stage, messages not counted: {each}. --virtual {best} prints that layout.")
+        steps = ", ".join(f"{virtual}: {_ms(seconds[virtual])}" for virtual in sorted(seconds))
+        print(f"The pipeline by chunks a stage, messages not counted: {steps}. --virtual {best} prints that layout.")
 
 
 def _other_stages(run: RecordedRun) -> Schedule:
@@ -237,18 +237,18 @@ def _sizes(run: RecordedRun, options: argparse.Namespace, memory: LayerMemory | 
 def _repack(run: RecordedRun, options: argparse.Namespace, sizes: list[Repack], console: Console) -> None:
     table = Table("stages", "step", "throughput", "GPU-hours", "ranks freed", "nodes freed", "layers",
                   box=box.SIMPLE_HEAD, pad_edge=False)  # fmt: skip
-    for each in sizes:
-        if each.plan is None:
-            table.add_row(str(each.stages), "impossible")
+    for size in sizes:
+        if size.plan is None:
+            table.add_row(str(size.stages), "impossible")
             continue
-        layers = "/".join("+".join(map(str, chunks)) for chunks in each.plan.counts)
-        table.add_row(str(each.stages), _ms(each.step_seconds), f"{each.throughput:.1%}", f"{each.gpu_time:.1%}",
-                      str(each.freed_ranks), str(each.freed_nodes), layers)  # fmt: skip
+        layers = "/".join("+".join(map(str, chunks)) for chunks in size.plan.counts)
+        table.add_row(str(size.stages), _ms(size.step_seconds), f"{size.throughput:.1%}", f"{size.gpu_time:.1%}",
+                      str(size.freed_ranks), str(size.freed_nodes), layers)  # fmt: skip
     print(f"\nFewer stages, compared with the recorded layout on {run.plan.stages} stages:")
     console.print(table)
-    for each in sizes:
-        if each.plan is None:
-            print(f"{each.stages}: {each.reason}")
+    for size in sizes:
+        if size.plan is None:
+            print(f"{size.stages}: {size.reason}")
     if options.repack_throughput_floor is not None:
         chosen = choose_repack(sizes, options.repack_throughput_floor)
         floor = f"{options.repack_throughput_floor:.0%} of the throughput"

@@ -178,14 +178,14 @@ def over_ranks(device: ArrayLike, wall: ArrayLike, experts: ArrayLike, *, tells_
     work, waited, group = np.asarray(device, dtype=float), np.asarray(wall, dtype=float), np.asarray(experts)
     if waited.shape != work.shape or group.shape != work.shape[:1]:
         raise ValueError(f"wall has shape {waited.shape} and experts {group.shape}, for device of shape {work.shape}")
-    of_groups = []
+    replicas = []
     for number in np.unique(group):
         busy, shortest = work[group == number], waited[group == number].min(axis=0)
         if len(busy) == 1:
-            of_groups.append(busy[0])
+            replicas.append(busy[0])
         else:
-            of_groups.append(np.maximum(busy.max(axis=0), shortest) if tells_waiting else shortest)
-    return np.asarray(np.mean(of_groups, axis=0))
+            replicas.append(np.maximum(busy.max(axis=0), shortest) if tells_waiting else shortest)
+    return np.asarray(np.mean(replicas, axis=0))
 
 
 # A cost is away from its average if the difference is more than _SIGMAS standard deviations and more than _LEAST times

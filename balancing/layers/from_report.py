@@ -74,8 +74,8 @@ def read_run(report: History | str | os.PathLike[str]) -> RecordedRun:
     if plan.stage_of != tuple(stage.tolist()):
         raise ValueError(f"{directory} has layers on stages {stage.tolist()}, out of the pipeline's order")
     if NAMES[-1] in costs.names:
-        at = costs.names.index(NAMES[-1])
-        plan = replace(plan, tail_layers=1, tail_chunk=int(costs.chunk[at]) * stages + int(costs.stage[at]))
+        place = costs.names.index(NAMES[-1])
+        plan = replace(plan, tail_layers=1, tail_chunk=int(costs.chunk[place]) * stages + int(costs.stage[place]))
     lines = [history.stages[i] for i in summary.counted if i in history.stages]
     if not lines or not lines[-1]["micro_batches"]:
         raise ValueError(f"{directory} does not say how many micro-batches a step has; train with a newer version")
@@ -83,8 +83,8 @@ def read_run(report: History | str | os.PathLike[str]) -> RecordedRun:
     def ends(name: str) -> tuple[float, float]:
         if name not in costs.names:
             return 0.0, 0.0
-        at = costs.names.index(name)
-        return float(costs.forward[at]), float(costs.backward[at] + costs.recompute[at])
+        place = costs.names.index(name)
+        return float(costs.forward[place]), float(costs.backward[place] + costs.recompute[place])
 
     ranks = summary.ranks
     memory = ranks.memory
@@ -144,8 +144,8 @@ def estimate_memory(run: RecordedRun) -> LayerMemory:
     ones = np.ones(plan.layers)
 
     def missing(static: float, activation: float) -> np.ndarray:
-        of_layers = LayerMemory(static * ones, activation * ones)
-        return peak - stage_memory(plan, of_layers, run.micro_batches, run.schedule)
+        estimate = LayerMemory(static * ones, activation * ones)
+        return peak - stage_memory(plan, estimate, run.micro_batches, run.schedule)
 
     inner = (missing(static, activation) / np.maximum(terms[:, 0], 1.0))[1:-1]
     static += max(float(inner.max(initial=0.0)), 0.0)

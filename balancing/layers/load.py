@@ -48,10 +48,10 @@ def layer_seconds(record: RankRecord, layers: int, *, in_turn: bool = False) -> 
                 latest[span.layer] = span.micro_batch
                 passes[row[span.layer]] += 1
     counted = passes[:, None, None]
-    each = np.where(counted > 0, seconds / np.maximum(counted, 1), np.nan)
+    means = np.where(counted > 0, seconds / np.maximum(counted, 1), np.nan)
     for (part, phase), exposed in exposed_seconds(record.spans).items():
-        each[row[part], phase, 1] += exposed
-    return each
+        means[row[part], phase, 1] += exposed
+    return means
 
 
 def join_ranks(
@@ -101,5 +101,5 @@ def fit_activations(
     ones = LayerMemory(np.zeros(plan.layers), activation=1.0)
     layers_in_flight = stage_memory(plan, ones, micro_batches, schedule)
     left = peaks - stage_memory(plan, resting, micro_batches, schedule)
-    each = np.where(layers_in_flight > 0, left / np.maximum(layers_in_flight, 1.0), 0.0)
-    return replace(resting, activation=max(float(each.max()), 0.0))
+    implied = np.where(layers_in_flight > 0, left / np.maximum(layers_in_flight, 1.0), 0.0)
+    return replace(resting, activation=max(float(implied.max()), 0.0))

@@ -210,11 +210,11 @@ def plan_pipeline(
     """
     stages, micro_batches, schedule = pipeline.stages, pipeline.micro_batches, pipeline.schedule
     assert micro_batches is not None
-    found = plan_partition(
+    even = plan_partition(
         cost, pipeline, memory=memory, memory_limit=memory_limit, current=current, min_layers=min_layers
     )
     if stages == 1:
-        return found
+        return even
 
     def fits(plan: StagePlan) -> bool:
         if memory is None or memory_limit is None:
@@ -223,8 +223,8 @@ def plan_pipeline(
         return bool((peak <= np.asarray(memory_limit, dtype=float)).all())
 
     few = min(micro_batches, _GROUPS * max(schedule.group or stages, stages))
-    refined = refine_plan(found, cost, few, schedule=schedule, current=current, min_layers=min_layers, fits=fits)
-    return min((found, refined), key=lambda plan: cost.simulate(plan, micro_batches, schedule=schedule).step_time)
+    refined = refine_plan(even, cost, few, schedule=schedule, current=current, min_layers=min_layers, fits=fits)
+    return min((even, refined), key=lambda plan: cost.simulate(plan, micro_batches, schedule=schedule).step_time)
 
 
 def _seconds_of(cost: ArrayLike, **ends: float) -> np.ndarray:

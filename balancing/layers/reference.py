@@ -38,10 +38,10 @@ def best_cut(
         """For stages 0 to `stage`, with the first `layers` layers."""
         if stage == 0:
             return beside[0] + sum(cost[:layers]), [0, layers]
-        found = []
+        plans = []
         for cut in range(stage * least, layers - least + 1):
             before, cuts = best(stage - 1, cut)
-            found.append((max(before, beside[stage] + sum(cost[cut:layers])), [*cuts, layers]))
-        return min(found)
+            plans.append((max(before, beside[stage] + sum(cost[cut:layers])), [*cuts, layers]))
+        return min(plans)
 
     return best(stages - 1, len(cost))

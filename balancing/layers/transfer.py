@@ -61,20 +61,21 @@ def plan_transfers(stored: Iterable[Piece], requested: Iterable[Piece]) -> list[
 def _fill(requested: Piece, stored: Sequence[Piece], number: int) -> list[Transfer]:
     """The transfers from `stored` that fill `requested`, the `number`-th piece of its tensor."""
     transfers = []
-    at = requested.start
+    element = requested.start
     local = [piece for piece in stored if piece.rank == requested.rank and piece.start < requested.stop]
-    while at < requested.stop:
-        source = next((piece for piece in local if piece.start <= at < piece.stop), None)
+    while element < requested.stop:
+        source = next((piece for piece in local if piece.start <= element < piece.stop), None)
         stop = requested.stop
         if source is None:
-            sources = [piece for piece in stored if piece.start <= at < piece.stop]
+            sources = [piece for piece in stored if piece.start <= element < piece.stop]
             if not sources:
-                raise ValueError(f"no rank holds element {at} of {requested.tensor}, which rank {requested.rank} needs")
+                needs = f"{requested.tensor}, which rank {requested.rank} needs"
+                raise ValueError(f"no rank holds element {element} of {needs}")
             source = sources[number % len(sources)]
-            stop = min([stop, *(piece.start for piece in local if piece.start > at)])
+            stop = min([stop, *(piece.start for piece in local if piece.start > element)])
         stop = min(stop, source.stop)
-        transfers.append(Transfer(requested.tensor, source.rank, requested.rank, at, stop))
-        at = stop
+        transfers.append(Transfer(requested.tensor, source.rank, requested.rank, element, stop))
+        element = stop
     return transfers
 
 

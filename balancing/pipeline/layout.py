@@ -56,10 +56,10 @@ def from_layout(layout: str, stages: int, *, layers: int | None = None) -> Stage
     predicting = [number for number, chunk in enumerate(chunks) if "m" in chunk]
     if len(predicting) > 1:
         raise ValueError(f"layout {layout!r} has m on {len(predicting)} virtual stages; all must be on one")
-    found = along.count("t")
-    if layers is not None and found != layers:
-        fault = f"drops {layers - found}" if found < layers else f"adds {found - layers}"
-        raise ValueError(f"layout {layout!r} has {found} layers, the model {layers}: it {fault}")
+    has = along.count("t")
+    if layers is not None and has != layers:
+        fault = f"drops {layers - has}" if has < layers else f"adds {has - layers}"
+        raise ValueError(f"layout {layout!r} has {has} layers, the model {layers}: it {fault}")
     bounds = [0]
     for chunk in chunks:
         bounds.append(bounds[-1] + chunk.count("t"))

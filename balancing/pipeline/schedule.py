@@ -262,52 +262,52 @@ class _Interleaving:
         return self.rank != self._first_rank(kind) or self.operation(k, kind).chunk != first
 
 
-def _interleaved(at: _Interleaving, overlap: bool) -> Iterator[Action]:
+def _interleaved(order: _Interleaving, overlap: bool) -> Iterator[Action]:
     """Interleaved 1F1B. The k-th backward of the steady phase follows forward warm_up + k."""
-    steady = at.total - at.warm_up
+    steady = order.total - order.warm_up
     activations: list[PipelineMessage] = []  # receives posted ahead, oldest first
     gradients: list[PipelineMessage] = []
     gradient_sent: tuple[PipelineMessage, ...] = ()  # overlapped send with a deferred wait
 
-    yield from _exchange((), at.received(-1, "forward"))
-    for k in range(at.warm_up):
-        yield Action(at.operation(k, "forward"))
-        receive = at.received(k, "forward")
-        last = k == at.warm_up - 1 and steady > 0
+    yield from _exchange((), order.received(-1, "forward"))
+    for k in range(order.warm_up):
+        yield Action(order.operation(k, "forward"))
+        receive = order.received(k, "forward")
+        last = k == order.warm_up - 1 and steady > 0
         if last and not overlap:
-            receive += at.received(-1, "backward")
-        yield from _exchange(at.sent(k, "forward"), receive)
-        if last and overlap and (ahead := at.received(-1, "backward")):
+            receive += order.received(-1, "backward")
+        yield from _exchange(order.sent(k, "forward"), receive)
+        if last and overlap and (ahead := order.received(-1, "backward")):
             yield Action(receive=ahead)
             gradients += ahead
 
     for k in range(steady):
-        forward = at.warm_up + k
-        activation = at.received(forward, "forward") if k < steady - 1 else ()
-        gradient = at.received(k, "backward")
+        forward = order.warm_up + k
+        activation = order.received(forward, "forward") if k < steady - 1 else ()
+        gradient = order.received(k, "backward")
         if not overlap:
-            yield Action(at.operation(forward, "forward"))
-            yield Action(at.operation(k, "backward"))
-            yield from _exchange(at.sent(forward, "forward") + at.sent(k, "backward"), activation + gradient)
+            yield Action(order.operation(forward, "forward"))
+            yield Action(order.operation(k, "backward"))
+            yield from _exchange(order.sent(forward, "forward") + order.sent(k, "backward"), activation + gradient)
             continue
-        if at.has_input(forward, "forward") and activations:
+        if order.has_input(forward, "forward") and activations:
             yield Action(wait=(activations.pop(0),))
-        if at.in_parts and at.has_input(k, "backward") and gradients:
+        if order.in_parts and order.has_input(k, "backward") and gradients:
             yield Action(wait=(gradients.pop(0),))
-        yield Action(at.operation(forward, "forward"))
-        if at.in_parts:
-            yield Action(at.operation(k, "backward"))
-        send = at.sent(forward, "forward")
+        yield Action(order.operation(forward, "forward"))
+        if order.in_parts:
+            yield Action(order.operation(k, "backward"))
+        send = order.sent(forward, "forward")
         if send or activation:
             yield Action(send=send, receive=activation)
         activations += activation
         if send:
             yield Action(wait=send)
-        if not at.in_parts:
-            if at.has_input(k, "backward") and gradients:
+        if not order.in_parts:
+            if order.has_input(k, "backward") and gradients:
                 yield Action(wait=(gradients.pop(0),))
-            yield Action(at.operation(k, "backward"))
-        send = at.sent(k, "backward")
+            yield Action(order.operation(k, "backward"))
+        send = order.sent(k, "backward")
         if send or gradient:
             yield Action(send=send, receive=gradient)
         gradients += gradient
@@ -316,12 +316,12 @@ def _interleaved(at: _Interleaving, overlap: bool) -> Iterator[Action]:
         gradient_sent = send
 
     if not steady:
-        yield from _exchange((), at.received(-1, "backward"))
-    for k in range(steady, at.total):
-        if at.has_input(k, "backward") and gradients:
+        yield from _exchange((), order.received(-1, "backward"))
+    for k in range(steady, order.total):
+        if order.has_input(k, "backward") and gradients:
             yield Action(wait=(gradients.pop(0),))
-        yield Action(at.operation(k, "backward"))
-        yield from _exchange(at.sent(k, "backward"), at.received(k, "backward"))
+        yield Action(order.operation(k, "backward"))
+        yield from _exchange(order.sent(k, "backward"), order.received(k, "backward"))
     if gradient_sent:
         yield Action(wait=gradient_sent)
     assert not activations and not gradients, "a receive was posted that no operation waited for"

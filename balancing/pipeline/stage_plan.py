@@ -104,5 +104,5 @@ class StagePlan:
     @cached_property
     def stage_of(self) -> tuple[int, ...]:
         """The stage that computes each layer."""
-        found = {layer: s for s, stage in enumerate(self.chunks) for chunk in stage for layer in chunk}
-        return tuple(found[layer] for layer in range(len(found)))
+        stages = {layer: s for s, stage in enumerate(self.chunks) for chunk in stage for layer in chunk}
+        return tuple(stages[layer] for layer in range(len(stages)))

@@ -219,10 +219,10 @@ def _descend(problem: Problem, bounds: list[int]) -> list[int]:
     while True:
         for propose in (_shifted, _partitioned):
             others = propose(problem, bounds)
-            found = _qualities(problem, others)
-            best = int(np.lexsort(found.T[::-1])[0])
-            if tuple(found[best].tolist()) < quality:
-                bounds, quality = others[best].tolist(), tuple(found[best].tolist())
+            qualities = _qualities(problem, others)
+            best = int(np.lexsort(qualities.T[::-1])[0])
+            if tuple(qualities[best].tolist()) < quality:
+                bounds, quality = others[best].tolist(), tuple(qualities[best].tolist())
                 break
         else:
             return bounds

@@ -75,16 +75,16 @@ def refine_plan(
     def quickest(some: IntArray, below: float) -> tuple[float, IntArray, StagePlan] | None:
         """The fastest plan of `some` that fits, with its seconds; None if it takes at least `below` seconds."""
         times = simulate(some)
-        for at in np.argsort(times, kind="stable"):
-            if times[at] >= below * (1 - 1e-9):  # a smaller gain may be rounding
+        for number in np.argsort(times, kind="stable"):
+            if times[number] >= below * (1 - 1e-9):  # a smaller gain may be rounding
                 return None
-            other = with_bounds(some[at])
+            other = with_bounds(some[number])
             if fits(other):
-                return float(times[at]), some[at], other
+                return float(times[number]), some[number], other
         return None
 
     def descend(start: StagePlan) -> tuple[float, StagePlan]:
-        best, found = np.array(start.bounds), start
+        best, reached = np.array(start.bounds), start
         seconds = float(simulate(best[None])[0])
         for _ in range(_ROUNDS):
             others = best + shifts
@@ -94,22 +94,22 @@ def refine_plan(
                 some = others[first : first + _AT_ONCE]
                 better = quickest(some, seconds)
                 if better is not None:
-                    seconds, best, found = better
+                    seconds, best, reached = better
                     break
             else:
                 break
-        return seconds, found
+        return seconds, reached
 
     starts = [plan]
     if current is not None and plan.virtual > 1 and _can_start(current, plan, min_layers) and fits(current):
         starts.append(replace(current, method=plan.method))
     starts.sort(key=lambda start: float(simulate(np.array([start.bounds]))[0]))
-    seconds, found = descend(starts[0])
-    if found is not plan and found is starts[0]:  # no plan near the plan in force is faster
+    seconds, result = descend(starts[0])
+    if result is not plan and result is starts[0]:  # no plan near the plan in force is faster
         other_seconds, other = descend(plan)
         if other_seconds < seconds * (1 - 1e-9):
-            found = other
-    return found
+            result = other
+    return result
 
 
 def _least_seconds(forward: FloatArray, backward: FloatArray, micro_batches: int) -> FloatArray:

@@ -48,8 +48,8 @@ class MoveGroups:
 
     def gather(self, local: Any) -> list[Any]:
         """All-gather an object over the ranks of the job. Returns the objects in the order of ranks."""
-        of_stage = gather_objects((dist.get_rank(), local), self._stage_hosts)
-        gathered = chain.from_iterable(gather_objects(of_stage, self._pipeline_hosts))
+        from_stage = gather_objects((dist.get_rank(), local), self._stage_hosts)
+        gathered = chain.from_iterable(gather_objects(from_stage, self._pipeline_hosts))
         return [value for _, value in sorted(gathered, key=itemgetter(0))]
 
 

@@ -175,7 +175,7 @@ class LayerMover:
         )
         return weight + state * parameter.numel()
 
-    def _sum_up(self, of_parameter: Callable[[torch.nn.Parameter], float]) -> np.ndarray:
+    def _sum_up(self, bytes_of: Callable[[torch.nn.Parameter], float]) -> np.ndarray:
         """The sum of `of_parameter` over parameters, on a rank that holds them: [layers + fixed parts]."""
         sums = np.zeros(self.plan.layers + len(NAMES))
         for model in self.models():
@@ -185,7 +185,7 @@ class LayerMover:
             if own := own_modules(model):
                 parts[-1] = torch.nn.ModuleList(own)
             for number, part in parts.items():
-                sums[number] = sum(of_parameter(parameter) for parameter in part.parameters())
+                sums[number] = sum(bytes_of(parameter) for parameter in part.parameters())
         return np.max(self.gather(sums), axis=0)
 
     @named("move of layers")
@@ -368,8 +368,8 @@ def _forget_offloaded(models: Iterable[torch.nn.Module]) -> None:
 
 def _replays(models: Iterable[torch.nn.Module]) -> list[Any]:
     """Where routers keep routing that is replayed (moe_enable_routing_replay), in the order of layers."""
-    found = [getattr(module, "router_replay", None) for model in models for module in model.modules()]
-    return [replay for replay in found if replay is not None]
+    replays = [getattr(module, "router_replay", None) for model in models for module in model.modules()]
+    return [replay for replay in replays if replay is not None]
 
 
 def _renew_replays(before: list[Any], now: list[Any]) -> None:

@@ -167,8 +167,8 @@ class LayerPlanner:
         current plan and under the best one. All ranks call it together."""
         _, peaks = self._exchange()
         cost = self.costs.cost
-        found = self._plan(cost, peaks)
-        return found, self._step_seconds(cost, self._mover.plan), self._step_seconds(cost, found)
+        best = self._plan(cost, peaks)
+        return best, self._step_seconds(cost, self._mover.plan), self._step_seconds(cost, best)
 
     def _exchange(self) -> tuple[list[tuple[int, float, int]], np.ndarray]:
         """Add the measurements of all ranks since the last decision to the average.
@@ -207,21 +207,21 @@ class LayerPlanner:
         try:
             pipeline = Pipeline(plan.stages, micro_batches, plan.virtual, self._schedule)
             if self._config.planner == "optimal":
-                found = plan_pipeline(cost, pipeline, **wanted)
+                best = plan_pipeline(cost, pipeline, **wanted)
             else:
-                found = plan_partition(cost, pipeline, method=self._config.planner, **wanted)
+                best = plan_partition(cost, pipeline, method=self._config.planner, **wanted)
         except ValueError as error:
             if memory is None:
                 raise
             # The current plan fits, so training can go on with it.
             print_once(f"> layers stay where they are: {error}")
             return plan
-        single = [1 in map(len, each.order) for each in (plan, found)]
+        single = [1 in map(len, either.order) for either in (plan, best)]
         if self._model.fine_grained_activation_offloading and single == [False, True]:
             print_once("> layers stay where they are: a chunk would have one layer, whose activations Megatron-LM "
                          "0.19.2 cannot offload")  # fmt: skip
             return plan
-        return found
+        return best
 
     def _step_seconds(self, cost: LayerSeconds, plan: StagePlan, micro_batches: int | None = None) -> float:
         return cost.step_seconds(plan, micro_batches or get_num_microbatches(), schedule=self._schedule)

@@ -75,8 +75,8 @@ def named_parameters(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, t
     """
     for model in models:
         for name, parameter in model.named_parameters():
-            found = _LAYER.fullmatch(name)
-            where = f"{model.decoder.layers[int(found[1])].layer_number - 1}.{found[2]}" if found else name
+            match = _LAYER.fullmatch(name)
+            where = f"{model.decoder.layers[int(match[1])].layer_number - 1}.{match[2]}" if match else name
             yield f"{where}@{_coordinates(parameter)}", parameter
 
 

@@ -140,12 +140,12 @@ def check_compatible(
     table: used instead of INCOMPATIBLE; `feature` then names features in its rows.
     """
     rows = refused(vars(args), feature, TRAINER, table)
-    found = [(shown(row.flag, getattr(args, row.flag)), row.why, row.instead) for row in rows] + list(also)
-    if found:
-        (flag, why, instead), *others = found
+    refusals = [(shown(row.flag, getattr(args, row.flag)), row.why, row.instead) for row in rows] + list(also)
+    if refusals:
+        (flag, why, instead), *others = refusals
         more = f" (also incompatible: {', '.join(other for other, *_ in others)})" if others else ""
         raise IncompatibleError(
-            f"{given} is incompatible with {flag}: {why}; {instead}{more}", {flag: why for flag, why, _ in found}
+            f"{given} is incompatible with {flag}: {why}; {instead}{more}", {flag: why for flag, why, _ in refusals}
         )
 
 

@@ -45,8 +45,8 @@ def check_model(
                 f"the model has a balancer of class {kind} already; close() its Balancers before another one"
             )
     _check_groups(chunks)
-    of_optimizer = getattr(optimizer, "config", None)
-    configs = get_model_config(chunks[0]), getattr(chunks[0], "ddp_config", None), of_optimizer
+    optimizer_config = getattr(optimizer, "config", None)
+    configs = get_model_config(chunks[0]), getattr(chunks[0], "ddp_config", None), optimizer_config
     check_configs(kind, *configs, recaptures=recaptures)
     for chunk in [] if recaptures else chunks:
         for module in chunk.modules():
@@ -97,9 +97,9 @@ def _check_groups(chunks: Sequence[torch.nn.Module]) -> None:
         "ep": parallel_state.get_expert_model_parallel_group(),
     }
     for model in unwrap_model(list(chunks)):
-        of_model = getattr(model, "pg_collection", None)
+        model_groups = getattr(model, "pg_collection", None)
         for name, process_group in theirs.items():
-            own = getattr(of_model, name, None)
+            own = getattr(model_groups, name, None)
             if isinstance(own, list) or isinstance(process_group, list) or own is None:
                 continue
             ranks, others = dist.get_process_group_ranks(own), dist.get_process_group_ranks(process_group)

@@ -293,7 +293,7 @@ def parse_arguments(
     argv = list(sys.argv[1:] if argv is None else argv)
     sys.argv[1:] = argv  # Megatron's parser reads it
     try:
-        of_version = check_megatron()
+        notes_on_version = check_megatron()
         alone = "RANK" not in os.environ  # before the next line sets it
         assume_ranks(argv)
         join_job(alone=alone)
@@ -331,7 +331,7 @@ def parse_arguments(
         if config.balance_report is not None:
             check_compatible(args, REPORT, "--balance-report")
         if _is_first_rank():
-            print(*(f"> {note}\n" for note in (*of_version, *said, *notes)), sep="", end="", flush=True)
+            print(*(f"> {note}\n" for note in (*notes_on_version, *said, *notes)), sep="", end="", flush=True)
         if args.sft:  # the SFT dataset asserts that no mask is requested
             args.create_attention_mask_in_dataloader = False
         with contextlib.redirect_stdout(io.StringIO()) if assumes_gpus() else contextlib.nullcontext():

@@ -104,14 +104,14 @@ def _fill(lengths: np.ndarray, tokens: int, generator: np.random.Generator) -> t
 
     The sample begins at a random token of the corpus, as Megatron-LM's samples do.
     """
-    at = int(generator.integers(int(lengths.sum(dtype=np.int64))))
+    token = int(generator.integers(int(lengths.sum(dtype=np.int64))))
     ends = lengths.cumsum(dtype=np.int64)
-    first = int(np.searchsorted(ends, at, side="right"))
-    found, missing = [], tokens
-    length = int(ends[first]) - at
+    first = int(np.searchsorted(ends, token, side="right"))
+    documents, missing = [], tokens
+    length = int(ends[first]) - token
     while missing > 0:
         if length:
-            found.append(min(length, missing))
-            missing -= found[-1]
+            documents.append(min(length, missing))
+            missing -= documents[-1]
         length = int(lengths[generator.integers(len(lengths))])
-    return tuple(found)
+    return tuple(documents)

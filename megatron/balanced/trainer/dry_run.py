@@ -315,12 +315,12 @@ def moe_layers(model: Any) -> list[list[int]]:
         return _moe_layers_of_pattern(model)
     frequency = model.moe_layer_freq
     if isinstance(frequency, int):
-        of_experts = [layer % frequency == 0 for layer in range(model.num_layers)]
+        has_experts = [layer % frequency == 0 for layer in range(model.num_layers)]
     else:
-        of_experts = [bool(each) for each in frequency]
+        has_experts = [bool(number) for number in frequency]
     stages, chunks = model.pipeline_model_parallel_size, model.virtual_pipeline_model_parallel_size or 1
     layout = model.pipeline_model_parallel_layout
-    at = tail_chunk(model)
+    chunk_of_tail = tail_chunk(model)
     counts = [[0] * chunks for _ in range(stages)]
     first = 0
     for chunk in range(chunks):
@@ -329,10 +329,10 @@ def moe_layers(model: Any) -> list[list[int]]:
                 own = get_num_layers_to_build(model, vp_stage=chunk if chunks > 1 else None, pp_rank=stage)
             else:
                 own = layout.layout[stage][chunk].count(LayerType.decoder)
-            counts[stage][chunk] = sum(of_experts[first : first + own])
+            counts[stage][chunk] = sum(has_experts[first : first + own])
             first += own
-    last, stage = divmod(stages * chunks - 1 if at is None else at, stages)
-    counts[stage][last] += moe_layers_in_tail(model, of_experts[-1])
+    last, stage = divmod(stages * chunks - 1 if chunk_of_tail is None else chunk_of_tail, stages)
+    counts[stage][last] += moe_layers_in_tail(model, has_experts[-1])
     return counts
 
 

@@ -291,10 +291,10 @@ def check(patch: Patch) -> None:
         owner, name = patch.owner()
     except LookupError as error:
         raise ValueError(f"{error.args[0]}; install megatron-core {MEGATRON_VERSIONS[-1]}") from error
-    found = tuple(inspect.signature(inspect.getattr_static(owner, name)).parameters)
-    if found != patch.signature:
+    has = tuple(inspect.signature(inspect.getattr_static(owner, name)).parameters)
+    if has != patch.signature:
         raise ValueError(
-            f"{patch.target} takes {found}, not {patch.signature}; install megatron-core {MEGATRON_VERSIONS[-1]}"
+            f"{patch.target} takes {has}, not {patch.signature}; install megatron-core {MEGATRON_VERSIONS[-1]}"
         )
 
 

@@ -107,12 +107,12 @@ def _groups_of_both(release: Release) -> list[dist.ProcessGroup]:
     same order. Names of groups are numbers in the order of creation, the same on all ranks.
     """
     names = dist.distributed_c10d._world.pg_names
-    found = []
+    shared = []
     for group, name in names.items():
         leaving = set(dist.get_process_group_ranks(group)) & set(release.ranks)
         if leaving and len(leaving) < dist.get_world_size(group):
-            found.append((int(name), group))
-    groups = [group for _, group in sorted(found, key=lambda each: each[0], reverse=True)]
+            shared.append((int(name), group))
+    groups = [group for _, group in sorted(shared, key=lambda numbered: numbered[0], reverse=True)]
     assert groups[-1] is dist.group.WORLD
     return groups
 
@@ -120,14 +120,14 @@ def _groups_of_both(release: Release) -> list[dist.ProcessGroup]:
 def _groups_of_megatron() -> dict[_Key, list[dist.ProcessGroup]]:
     """Megatron-LM's process groups of this rank in the order of creation, without those over gloo: Megatron-LM destroys
     these before it creates new ones."""
-    found: dict[_Key, list[dist.ProcessGroup]] = {}
+    groups: dict[_Key, list[dist.ProcessGroup]] = {}
     names = dist.distributed_c10d._world.pg_names
     for process_group in sorted(names, key=lambda made: int(names[made])):
         name = process_group.group_desc
         if name not in ("undefined", "default_pg") and not name.endswith("_GLOO"):
             key = process_group.group_desc, tuple(dist.get_process_group_ranks(process_group))
-            found.setdefault(key, []).append(process_group)
-    return found
+            groups.setdefault(key, []).append(process_group)
+    return groups
 
 
 @contextlib.contextmanager

@@ -218,10 +218,10 @@ def _cause(error: BaseException) -> BaseException:
 
 def _local(error: BaseException, name: str) -> Any:
     """The local variable `name` of the innermost function of checkpointing.py that `error` passed through, or None."""
-    found = None
+    value = None
     frame = error.__traceback__
     while frame is not None:
         if frame.tb_frame.f_code.co_filename.endswith("checkpointing.py"):
-            found = frame.tb_frame.f_locals.get(name, found)
+            value = frame.tb_frame.f_locals.get(name, value)
         frame = frame.tb_next
-    return found
+    return value

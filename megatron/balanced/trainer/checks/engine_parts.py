@@ -38,10 +38,10 @@ class Part:
         module, _, path = self.target.partition(":")
         try:
             owner = importlib.import_module(f"transformer_engine.pytorch.{module}")
-            found = functools.reduce(getattr, path.split("."), owner)
+            part = functools.reduce(getattr, path.split("."), owner)
         except (ImportError, AttributeError):
             return [self.target]
-        has = _mentioned(found) if callable(found) else set(dir(found))
+        has = _mentioned(part) if callable(part) else set(dir(part))
         return [f"{self.target} {name}" for name in self.names if name not in has]
 
 

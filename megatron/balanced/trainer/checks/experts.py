@@ -151,9 +151,9 @@ def captures_experts(args: argparse.Namespace) -> list[tuple[str, str, str]]:
     """Flags that would put experts into a CUDA graph: the flag as the user gave it, reason, way out."""
     _, modules = _modules(args)
     names = _named(modules)
-    found = [name for name in names if name.startswith("full") or name == "moe"]
-    if found:
-        return [(f"--cuda-graph-modules {name}", _WHY_NO_GRAPH, _USE_GRAPHS_OF) for name in found]
+    captured = [name for name in names if name.startswith("full") or name == "moe"]
+    if captured:
+        return [(f"--cuda-graph-modules {name}", _WHY_NO_GRAPH, _USE_GRAPHS_OF) for name in captured]
     graphs = getattr(args, "cuda_graph_impl", "none") == "transformer_engine"
     if not names and (graphs or getattr(args, "external_cuda_graph", False)):
         return [("CUDA graphs of whole layers", _WHY_NO_GRAPH, _USE_GRAPHS_OF)]

@@ -84,8 +84,8 @@ def _gain(args: argparse.Namespace) -> float:
     share = deferred_share(args)
     plain = Schedule(group=args.microbatch_group_size_per_vp_stage if chunks > 1 else None)
     filled = dataclasses.replace(plain, weight_share=share)
-    of_pipeline = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
-    micro_batches = min(of_pipeline, _MOST * (plain.group or stages))
+    samples = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+    micro_batches = min(samples, _MOST * (plain.group or stages))
     plan, even = StagePlan.from_counts(((1,) * chunks,) * stages), np.ones(stages * chunks)
     cost = LayerSeconds(even, even / share)  # weight gradients take as long as a forward pass
     seconds = [cost.step_seconds(plan, micro_batches, schedule=schedule) for schedule in (plain, filled)]

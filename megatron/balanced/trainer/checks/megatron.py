@@ -44,22 +44,22 @@ PROBES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 def check_megatron() -> list[str]:
     """Return notes for the user. Raise ValueError, which names what is missing, unless the Megatron-LM that Python
     would import has all names and parameters that we use."""
-    found = find_megatron()
+    installed = find_megatron()
     wanted = f"pip install megatron-core=={MEGATRON_VERSIONS[-1]}"
-    if found["version"] is None:
+    if installed["version"] is None:
         raise ValueError(f"Megatron-LM is not installed; {wanted}")
-    if not found["training"]:
-        raise ValueError(f"megatron-core {found['version']} is installed without megatron.training; {wanted}")
-    if found["version"] in MEGATRON_VERSIONS:
+    if not installed["training"]:
+        raise ValueError(f"megatron-core {installed['version']} is installed without megatron.training; {wanted}")
+    if installed["version"] in MEGATRON_VERSIONS:
         return []
-    folder = Path(found["core"]).parent
+    folder = Path(installed["core"]).parent
     for file, name, parameters in PROBES:
         has = _has(folder / file, name)
         missing = sorted(set(parameters) - (has or set()))
         if has is None or missing:
             what = f"no {name}" if has is None else f"no {missing[0]!r} in {name}"
-            raise ValueError(f"megatron-core {found['version']} (in {folder}) has {what} in {file}; {wanted}")
-    return [f"megatron-core {found['version']} is accepted, not tested; {' and '.join(MEGATRON_VERSIONS)} are"]
+            raise ValueError(f"megatron-core {installed['version']} (in {folder}) has {what} in {file}; {wanted}")
+    return [f"megatron-core {installed['version']} is accepted, not tested; {' and '.join(MEGATRON_VERSIONS)} are"]
 
 
 def _has(file: Path, name: str) -> set[str] | None:

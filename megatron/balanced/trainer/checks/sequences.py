@@ -127,15 +127,15 @@ def _check_dealt(args: argparse.Namespace) -> list[str]:
 
     Returns notes if whole micro-batches are distributed, not documents, and if steps wait for the data loaders.
     """
-    found: list[tuple[str, str, str]] = []
+    refused: list[tuple[str, str, str]] = []
     if "global_aux_loss" in balancing_losses(args):
         why = "it counts the tokens of the micro-batches before, whose order changes"
-        found.append(("--moe-router-load-balancing-type global_aux_loss", why, "use aux_loss"))
+        refused.append(("--moe-router-load-balancing-type global_aux_loss", why, "use aux_loss"))
     whole = why_whole(args)
     if whole and args.sft:
         why = f"lengths of its samples are known from their tokens only, and documents stay together, since {whole}"
-        found.append(("--sft", why, "drop one of the two"))
-    check_compatible(args, SEQUENCES_OF_STEP, "--sequence-micro-batches", found)
+        refused.append(("--sft", why, "drop one of the two"))
+    check_compatible(args, SEQUENCES_OF_STEP, "--sequence-micro-batches", refused)
     if whole:
         return [
             f"--sequence-micro-batches reorders whole micro-batches and leaves their documents together, since {whole}"

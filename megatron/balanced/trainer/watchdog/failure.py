@@ -82,14 +82,14 @@ class _Failure:
 
 def _failure_of(error: BaseException, *, refused: bool = False) -> _Failure:
     """refused: whether it is bad input, whatever its type."""
-    of_others = isinstance(error, OthersFailed) or (
+    others_failed = isinstance(error, OthersFailed) or (
         isinstance(error, RuntimeError) and not refused and _OF_OTHERS.search(str(error)) is not None
     )
-    if not of_others and (refused or is_refusal(error)):
+    if not others_failed and (refused or is_refusal(error)):
         by_machine = isinstance(error, LocalError | OSError | ImportError | RuntimeError)
         several_hosts = world_size() > int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
         return _Failure(explain(error) + f" (on {socket.gethostname()})" * (by_machine and several_hosts), 2)
-    return _Failure("".join(traceback.format_exception(error)).rstrip(), 1, follows=of_others)
+    return _Failure("".join(traceback.format_exception(error)).rstrip(), 1, follows=others_failed)
 
 
 def failed_elsewhere() -> bool:
