@@ -18,11 +18,11 @@ from rich.table import Table
 
 from balancing.command_line import Parser, real_number, whole_number
 from balancing.layers.cost import LayerSeconds
-from balancing.layers.fill import weight_share
 from balancing.layers.from_report import RecordedRun, estimate_memory, read_run
 from balancing.layers.memory import LayerMemory, stage_memory
 from balancing.layers.plan import Pipeline, plan_pipeline
 from balancing.layers.repack import Repack, choose_repack, repack_options
+from balancing.layers.simulated_fill import weight_share
 from balancing.pipeline.fixed_parts import NAMES
 from balancing.pipeline.layout import from_layout, to_layout
 from balancing.pipeline.pattern import read_pattern

@@ -17,7 +17,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from balancing.layers.fill import SplitPasses, simulate_fill
+from balancing.layers.simulated_fill import SplitPasses, simulate_fill
 from balancing.pipeline.fixed_parts import add_fixed
 from balancing.pipeline.schedule import MEGATRONS, Schedule
 from balancing.pipeline.stage_plan import StagePlan

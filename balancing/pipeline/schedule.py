@@ -53,7 +53,7 @@ class Schedule:
     in_parts: whether a forward and a backward run as one operation, layer part by layer part (Megatron's
         overlap_moe_expert_parallel_comm).
     weight_share: fraction of the layers' backward seconds that computes weight gradients and is deferred into waits
-        (`balancing.layers.fill`). 0 defers nothing.
+        (`balancing.layers.simulated_fill`). 0 defers nothing.
     """
 
     group: int | None = None

@@ -14,9 +14,9 @@ import numpy as np
 
 from balancing.cluster import Cluster
 from balancing.experts import plan_replicas, read_reported_loads, traffic
-from balancing.layers.fill import weight_share
 from balancing.layers.from_report import RecordedRun, read_run
 from balancing.layers.plan import Pipeline, plan_pipeline
+from balancing.layers.simulated_fill import weight_share
 from balancing.report import History, summarize
 from balancing.whatif.forecast import SCENARIOS, Forecast, schedule_seconds
 

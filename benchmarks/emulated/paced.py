@@ -294,9 +294,9 @@ def _fill(
     activation: np.ndarray,
 ) -> Callable[[], None]:
     """Have `stages` of this rank defer weight gradients; returns what computes those that are left at the end."""
-    from balancing.layers.fill import SplitPasses, simulate_fill
+    from balancing.layers.simulated_fill import SplitPasses, simulate_fill
     from balancing.pipeline import operations
-    from megatron.balanced.layers.fill import FilledSchedule, use_filled_schedule
+    from megatron.balanced.layers.filled_schedule import FilledSchedule, use_filled_schedule
 
     rank, (ranks, chunks) = dist.get_rank(), forward.shape
     micro_batches = len(stages[0].seconds["forward"])
@@ -328,7 +328,7 @@ def main() -> None:
 
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-    from megatron.balanced.layers.fill import with_filled_waits
+    from megatron.balanced.layers.filled_schedule import with_filled_waits
 
     torch.distributed.batch_isend_irecv = _receives_first  # type: ignore[assignment]
     P2PCommunicator._communicate = with_filled_waits(P2PCommunicator._communicate)  # type: ignore[method-assign]

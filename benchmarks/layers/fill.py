@@ -35,7 +35,7 @@ from rich.table import Table
 
 from balancing.files import write_text
 from balancing.layers import LayerSeconds, Pipeline, StagePlan, plan_pipeline, plan_stages
-from balancing.layers.fill import FilledStep, SplitPasses, simulate_fill
+from balancing.layers.simulated_fill import FilledStep, SplitPasses, simulate_fill
 from benchmarks.layers.traces import TRACES, trace
 
 __all__ = ["Row", "filled_step", "rows"]

@@ -41,7 +41,7 @@ from rich.table import Table
 
 from balancing.files import write_text
 from balancing.layers import LayerSeconds, Pipeline, StagePlan, plan_pipeline
-from balancing.layers.load import join_ranks, layer_seconds
+from balancing.layers.measurements import join_ranks, layer_seconds
 from balancing.layers.plan import plan_stages
 from balancing.pipeline import Schedule, operations, simulate_schedule
 from balancing.report import RankRecord, Span

@@ -20,8 +20,8 @@ from megatron.balanced.observe.trials import StepTrials
 from megatron.balanced.sequences.balancer import SequenceBalancer
 from megatron.balanced.shared.callbacks import Callbacks, StepCallback
 from megatron.balanced.shared.counters import keep_counters_exact
-from megatron.balanced.shared.micro_batches import schedule_of
 from megatron.balanced.shared.model_checks import unmark_model
+from megatron.balanced.shared.num_microbatches import schedule_of
 
 __all__ = ["Balancers", "ExpertBalancer", "LayerBalancer", "SequenceBalancer"]
 

@@ -137,7 +137,7 @@ def _ends_of_a_step() -> list[bool]:
     somebody waits for it."""
     from megatron.balanced.experts.balancer import ExpertBalancer
     from megatron.balanced.experts.planning import Planned
-    from megatron.balanced.shared.micro_batches import schedule_of
+    from megatron.balanced.shared.num_microbatches import schedule_of
 
     found = []
     for graphs in ("transformer_engine", "none"):

@@ -119,9 +119,9 @@ def test_a_checkpoint_that_is_written_while_layers_move(pool, corpus, tmp_path):
 
 def _dies_in_a_move(argv: list[str], victim: int) -> None:
     """Layers move before the fourth iteration, and the victim kills itself when it has sent what it gives away."""
-    from megatron.balanced.layers import state as layer_state
+    from megatron.balanced.layers import layer_tensors
 
-    run_transfers = layer_state.run_transfers
+    run_transfers = layer_tensors.run_transfers
 
     def transfer_and_die(transfers: list, *args: Any) -> int:
         sent = run_transfers(transfers, *args)
@@ -129,7 +129,7 @@ def _dies_in_a_move(argv: list[str], victim: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return sent
 
-    layer_state.run_transfers = transfer_and_die
+    layer_tensors.run_transfers = transfer_and_die
     move_at({3: ((3,), (1,))})
     train_rank(argv, False)
 

@@ -33,7 +33,7 @@ def _emptied(free: float) -> int:
     import torch.distributed as dist
 
     from balancing.layers.transfer import Piece
-    from megatron.balanced.layers.state import Inventory, Request, transfer
+    from megatron.balanced.layers.layer_tensors import Inventory, Request, transfer
 
     dist.init_process_group("gloo")
     emptied: list[int] = []

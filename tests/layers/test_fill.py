@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from balancing.layers import LayerMemory, LayerSeconds, StagePlan, stage_memory
-from balancing.layers.fill import SplitPasses, kept_share, simulate_fill
+from balancing.layers.simulated_fill import SplitPasses, kept_share, simulate_fill
 from balancing.pipeline import Schedule, operations, simulate_schedule
 
 quick = settings(max_examples=40)

@@ -183,13 +183,12 @@ def test_what_others_did_to_a_layer_comes_along(pool):
 
 def _peeks_at_buffers(argv: list[str]) -> list[bool]:
     """Whether gradient buffers, and the optimizer they belong to, are gone while layers travel."""
-    from megatron.balanced.layers import mover
-    from megatron.balanced.layers import state as layer_state
+    from megatron.balanced.layers import layer_tensors, mover
 
     gone: list[bool] = []
     move_at({2: ((1,), (3,))})
     old: list[weakref.ref] = []
-    free, run_transfers = mover.LayerMover._free_buffers, layer_state.run_transfers
+    free, run_transfers = mover.LayerMover._free_buffers, layer_tensors.run_transfers
 
     def watched(self: Any) -> None:
         old.extend(weakref.ref(buffer.grad_data) for ddp in self._chunks for buffer in ddp.buffers)
@@ -199,7 +198,7 @@ def _peeks_at_buffers(argv: list[str]) -> list[bool]:
         gone.extend(reference() is None for reference in old)
         return run_transfers(*args)
 
-    mover.LayerMover._free_buffers, layer_state.run_transfers = watched, peek
+    mover.LayerMover._free_buffers, layer_tensors.run_transfers = watched, peek
     train_rank(argv, False)
     return gone
 

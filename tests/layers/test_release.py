@@ -207,8 +207,7 @@ def _killed_in_a_release(argv: list[str], victim: int, rebuilding: bool) -> str:
     Returns what ended the training of this rank. The victim is a process of its own: of a rank that ended badly, the
     pool would not wait for what the others have to say.
     """
-    from megatron.balanced.layers import mover
-    from megatron.balanced.layers import state as layer_state
+    from megatron.balanced.layers import layer_tensors, mover
     from megatron.balanced.trainer.watchdog.failure import report_failures_once
 
     def die(*unused: Any) -> int:
@@ -223,7 +222,7 @@ def _killed_in_a_release(argv: list[str], victim: int, rebuilding: bool) -> str:
         if rebuilding:
             mover.LayerMover._wrap = die
         else:
-            layer_state.run_transfers = die
+            layer_tensors.run_transfers = die
     ended = "the end"
     try:
         with report_failures_once():

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from balancing.layers import LayerMemory, StagePlan, stage_memory
-from balancing.layers.load import fit_activations, join_ranks, layer_seconds
+from balancing.layers.measurements import fit_activations, join_ranks, layer_seconds
 from balancing.layers.transfer import Piece, Transfer, plan_transfers, run_transfers
 from balancing.report import RankRecord, Span
 from tests.support.patience import PATIENCE

@@ -2,7 +2,7 @@
 
 import pytest
 
-from balancing.layers.load import join_ranks, layer_seconds
+from balancing.layers.measurements import join_ranks, layer_seconds
 from balancing.report import RankRecord, Span
 from balancing.report.exposed import exposed_seconds, exposed_spans
 

@@ -56,7 +56,7 @@ def moving_rank(argv: list[str], plans: Plans) -> tuple[RankRun, dict[str, Any]]
 
 
 def _state_of(mover: Any, states: Any) -> dict[str, Any]:
-    from megatron.balanced.layers.state import named_parameters
+    from megatron.balanced.layers.layer_tensors import named_parameters
 
     pieces = {}
     for name, parameter in named_parameters(mover.models()):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from balancing.layers import LayerMemory, StagePlan, plan_stages, stage_memory
-from balancing.layers.load import fit_activations
+from balancing.layers.measurements import fit_activations
 from tests.support.events import events_in
 from tests.support.moving import at_end_of_step
 from tests.support.settings import settings

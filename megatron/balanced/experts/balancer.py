@@ -41,8 +41,8 @@ from megatron.balanced.experts.replay import check_loads, gather_loads
 from megatron.balanced.experts.te_grouped_mlp import home_parameters
 from megatron.balanced.shared.callbacks import HeldBytes, StepCallback, trained
 from megatron.balanced.shared.job import Job
-from megatron.balanced.shared.micro_batches import get_num_microbatches
 from megatron.balanced.shared.model_checks import check_model, mark_model
+from megatron.balanced.shared.num_microbatches import get_num_microbatches
 from megatron.balanced.shared.optimizer_state import state_bytes
 from megatron.balanced.shared.process_groups import cluster_of, duplicate_group, gather_objects
 from megatron.balanced.shared.tail import layers_with_tail

@@ -18,7 +18,7 @@ from balancing.experts.engine.slots import HomeExperts, ReplicaSlots
 from megatron.balanced.experts.moe_layer import BalancedMoELayer
 from megatron.balanced.experts.quantized_weights import weight_format
 from megatron.balanced.experts.te_grouped_mlp import ReplicatedTEGroupedMLP, home_parameters
-from megatron.balanced.shared.micro_batches import get_num_microbatches
+from megatron.balanced.shared.num_microbatches import get_num_microbatches
 
 __all__ = ["ExpertChunk"]
 

@@ -28,7 +28,7 @@ from balancing.worker import Worker
 from megatron.balanced.cpu.device import is_cpu
 from megatron.balanced.experts.moe_layer import BalancedMoELayer
 from megatron.balanced.shared.job import Job
-from megatron.balanced.shared.micro_batches import get_num_microbatches
+from megatron.balanced.shared.num_microbatches import get_num_microbatches
 
 __all__ = [
     "LayerPlan",

@@ -20,7 +20,7 @@ from balancing.layers.config import LayerConfig
 from balancing.layers.plan import check_movable
 from balancing.layers.repack import check_repack
 from megatron.balanced.layers.events import decision_event
-from megatron.balanced.layers.groups import MoveGroups
+from megatron.balanced.layers.move_groups import MoveGroups
 from megatron.balanced.layers.mover import LayerMover, Moved
 from megatron.balanced.layers.planning import Choice, LayerPlanner, usable_memory
 from megatron.balanced.layers.shrink import Repacker
@@ -30,8 +30,8 @@ from megatron.balanced.observe.observer import Observer
 from megatron.balanced.shared.callbacks import Callbacks, StepCallback
 from megatron.balanced.shared.job import Job
 from megatron.balanced.shared.log import print_once
-from megatron.balanced.shared.micro_batches import get_num_microbatches, schedule_of
 from megatron.balanced.shared.model_checks import check_model, mark_model
+from megatron.balanced.shared.num_microbatches import get_num_microbatches, schedule_of
 
 __all__ = ["LayerBalancer"]
 

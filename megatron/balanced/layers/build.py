@@ -14,10 +14,10 @@ from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, set_defaults_if_not_set_tensor_model_parallel_attributes
 
 from balancing.pipeline.stage_plan import StagePlan
+from megatron.balanced.layers.layer_tensors import Inventory, layer_of, named_parameters
 from megatron.balanced.layers.quantized import start_scaling
 from megatron.balanced.layers.source import LayerSource
 from megatron.balanced.layers.stack import stack_of
-from megatron.balanced.layers.state import Inventory, layer_of, named_parameters
 
 __all__ = ["change_layers", "complete_ends"]
 

@@ -6,7 +6,7 @@ a move keeps these objects and replaces their contents:
 1. Take apart: finish an all-gather of parameters in flight, take the state out of the optimizer, and free the gradient
    buffers to make room for tensors that arrive.
 2. Build: set the new layout and build missing layers (`megatron.balanced.layers.build`).
-3. Transfer: exchange requests for tensors, then the tensors (`megatron.balanced.layers.state`).
+3. Transfer: exchange requests for tensors, then the tensors (`megatron.balanced.layers.layer_tensors`).
 4. Put together: wrap the layers for data parallelism anew, build a new optimizer, and put the state back. Meanwhile
    main parameters are stashed in the new gradient buffers.
 5. Tell all callbacks.
@@ -37,10 +37,7 @@ from balancing.pipeline.fixed_parts import NAMES
 from balancing.pipeline.stage_plan import StagePlan
 from balancing.ranges import named
 from megatron.balanced.layers.build import change_layers, complete_ends
-from megatron.balanced.layers.quantized import finish_weights, forget_initial, forget_modules, weight_tensors
-from megatron.balanced.layers.shrink import Departure
-from megatron.balanced.layers.source import LayerSource
-from megatron.balanced.layers.state import (
+from megatron.balanced.layers.layer_tensors import (
     Inventory,
     Request,
     Shards,
@@ -49,6 +46,9 @@ from megatron.balanced.layers.state import (
     take_inventory,
     transfer,
 )
+from megatron.balanced.layers.quantized import finish_weights, forget_initial, forget_modules, weight_tensors
+from megatron.balanced.layers.shrink import Departure
+from megatron.balanced.layers.source import LayerSource
 from megatron.balanced.layers.training_loop import TrainingLoop
 from megatron.balanced.shared.optimizer_state import (
     ParameterState,

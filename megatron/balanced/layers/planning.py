@@ -27,7 +27,7 @@ from balancing.layers import (
     stage_memory,
 )
 from balancing.layers.config import LayerConfig
-from balancing.layers.load import fit_activations, join_ranks, layer_seconds
+from balancing.layers.measurements import fit_activations, join_ranks, layer_seconds
 from balancing.pipeline import Schedule
 from balancing.ranges import named
 from balancing.report import RankRecord
@@ -35,7 +35,7 @@ from megatron.balanced.cpu.device import is_cpu
 from megatron.balanced.layers.mover import LayerMover, Moved
 from megatron.balanced.layers.training_loop import TrainingLoop
 from megatron.balanced.shared.log import print_once
-from megatron.balanced.shared.micro_batches import get_num_microbatches
+from megatron.balanced.shared.num_microbatches import get_num_microbatches
 
 __all__ = ["Choice", "LayerPlanner", "usable_memory"]
 

@@ -20,10 +20,10 @@ from balancing.layers import LayerSeconds, Release, StagePlan, choose_repack, re
 from balancing.layers.config import LayerConfig
 from balancing.layers.from_report import RecordedRun, estimate_memory
 from balancing.report import event, imbalance
-from megatron.balanced.layers.groups import MoveGroups
+from megatron.balanced.layers.move_groups import MoveGroups
 from megatron.balanced.shared.callbacks import Callbacks
 from megatron.balanced.shared.log import print_once
-from megatron.balanced.shared.micro_batches import get_num_microbatches
+from megatron.balanced.shared.num_microbatches import get_num_microbatches
 
 if TYPE_CHECKING:
     from megatron.balanced.layers.mover import Moved

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megatron.balanced.layers.groups import MoveGroups
+from megatron.balanced.layers.move_groups import MoveGroups
 from megatron.balanced.layers.shrink import Shrinking
 from megatron.balanced.observe.observer import Observer
 from megatron.balanced.shared.callbacks import Callbacks

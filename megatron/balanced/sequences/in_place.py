@@ -29,7 +29,7 @@ from megatron.balanced.sequences.latents import Latents, latents_of
 from megatron.balanced.sequences.shape import layer_kind
 from megatron.balanced.sequences.tokens import Sharing, Tokens
 from megatron.balanced.shared.log import print_once
-from megatron.balanced.shared.micro_batches import get_num_microbatches
+from megatron.balanced.shared.num_microbatches import get_num_microbatches
 from megatron.balanced.shared.process_groups import gather_objects
 
 __all__ = ["AttentionInPlace"]

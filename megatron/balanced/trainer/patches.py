@@ -20,8 +20,8 @@ import megatron.core
 import torch
 
 from megatron.balanced.experts.known_counts import with_known_counts
-from megatron.balanced.layers.fill import with_filled_waits
-from megatron.balanced.layers.graphs import remembered
+from megatron.balanced.layers.filled_schedule import with_filled_waits
+from megatron.balanced.layers.recapture import remembered
 from megatron.balanced.sequences.packed_messages import with_flat_batches, with_known_shapes
 from megatron.balanced.sequences.prediction import with_planned_losses
 from megatron.balanced.shared.callbacks import registered, with_callbacks

@@ -21,7 +21,7 @@ from balancing.pipeline.pattern import read_pattern
 from balancing.run_lock import one_run
 from balancing.sequences.engine.kernel_choice import KernelError
 from megatron.balanced.experts.balancer import ExpertBalancer, ReplicaMemoryError
-from megatron.balanced.layers.fill import WeightGradientFill
+from megatron.balanced.layers.filled_schedule import WeightGradientFill
 from megatron.balanced.observe.empty_steps import EmptySteps
 from megatron.balanced.observe.observer import Observer
 from megatron.balanced.observe.report_writer import ReportWriter
@@ -38,7 +38,7 @@ from megatron.balanced.trainer.config import BalanceConfig, cluster_from_flags
 from megatron.balanced.trainer.data import forward_step, is_packed, train_valid_test_datasets
 from megatron.balanced.trainer.dry_run import plan_lines
 from megatron.balanced.trainer.kernels import kernels_line
-from megatron.balanced.trainer.layers import layer_callbacks, reads_data_everywhere
+from megatron.balanced.trainer.layer_callbacks import layer_callbacks, reads_data_everywhere
 from megatron.balanced.trainer.model import model_config
 from megatron.balanced.trainer.model_extension import ModelExtension
 from megatron.balanced.trainer.prediction import get_embedding_ranks

@@ -6,7 +6,7 @@ import dataclasses
 import numpy as np
 
 from balancing.layers.cost import LayerSeconds
-from balancing.layers.fill import weight_share
+from balancing.layers.simulated_fill import weight_share
 from balancing.pipeline.schedule import Schedule
 from balancing.pipeline.stage_plan import StagePlan
 from megatron.balanced.shared.incompatible import FILL, check_compatible

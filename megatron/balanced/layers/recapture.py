@@ -11,11 +11,11 @@ import torch
 
 from megatron.balanced.shared.callbacks import StepCallback
 
-__all__ = ["GraphsOfLayers", "remembered"]
+__all__ = ["RecapturedGraphs", "remembered"]
 
 
 def remembered(original: Any) -> Any:
-    """A subclass of `TECudaGraphHelper` whose object is an attribute of the first model chunk, for `GraphsOfLayers`."""
+    """A subclass of `TECudaGraphHelper` whose object is an attribute of the first chunk, for `RecapturedGraphs`."""
 
     @functools.wraps(original, updated=())
     class Helper(original):
@@ -37,7 +37,7 @@ def remembered(original: Any) -> Any:
     return Helper
 
 
-class GraphsOfLayers(StepCallback):
+class RecapturedGraphs(StepCallback):
     """Captures CUDA graphs again after a move, if there were graphs before. It must be the last callback, since a
     capture runs the layers in their final state."""
 

@@ -2,7 +2,7 @@
 
 A stage computes the input gradient of a micro-batch and sends it. It defers the weight gradients to times when it would
 wait. A simulation plans how many of them to compute at each point of Megatron-LM's schedule
-(`balancing.layers.fill`), since the host of a GPU does not know whether the device waits. All ranks of a
+(`balancing.layers.simulated_fill`), since the host of a GPU does not know whether the device waits. All ranks of a
 stage follow the same plan, so their collectives keep one order.
 
 Megatron-LM's schedule runs unchanged. Hooks on the model chunks follow its progress. Before it waits for a message, the
@@ -19,11 +19,11 @@ from megatron.core import parallel_state as mpu
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.utils import unwrap_model
 
-from balancing.layers.fill import SplitPasses, kept_share, simulate_fill
+from balancing.layers.simulated_fill import SplitPasses, kept_share, simulate_fill
 from balancing.pipeline.schedule import Schedule, operations
 from megatron.balanced.layers.weight_gradients import WeightGradients, deferring
 from megatron.balanced.shared.callbacks import StepCallback
-from megatron.balanced.shared.micro_batches import get_num_microbatches
+from megatron.balanced.shared.num_microbatches import get_num_microbatches
 from megatron.balanced.shared.process_groups import duplicate_group, gather_objects
 
 __all__ = ["FilledSchedule", "WeightGradientFill", "use_filled_schedule", "with_filled_waits"]

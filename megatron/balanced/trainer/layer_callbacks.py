@@ -16,8 +16,8 @@ from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
 from megatron.training.models.hybrid import HybridModelConfig
 
 from megatron.balanced.layers.balancer import LayerBalancer
-from megatron.balanced.layers.graphs import GraphsOfLayers
-from megatron.balanced.layers.groups import MoveGroups
+from megatron.balanced.layers.move_groups import MoveGroups
+from megatron.balanced.layers.recapture import RecapturedGraphs
 from megatron.balanced.layers.shrink import Shrinking
 from megatron.balanced.layers.training_loop import TrainingLoop
 from megatron.balanced.observe.observer import Observer
@@ -85,7 +85,7 @@ def layer_callbacks(
 
     model.pre_wrap_hooks.append(connect)
     callbacks: list[StepCallback | Callable] = [lambda chunks: partial(finish, chunks), TensorBoardOfTheLast(args)]
-    return callbacks + [GraphsOfLayers()] * (args.cuda_graph_impl == "transformer_engine")
+    return callbacks + [RecapturedGraphs()] * (args.cuda_graph_impl == "transformer_engine")
 
 
 def _overrides(args: argparse.Namespace, model: ModelConfig, config: Any) -> Any:
