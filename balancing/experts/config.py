@@ -1,6 +1,6 @@
 """Settings of balanced experts."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from balancing.settings import check_settings, setting
 
@@ -45,3 +45,19 @@ class ExpertConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
+
+    def fitted(self, experts: int, ranks: int) -> "ExpertConfig":
+        """The settings, with the default number of slots lowered to that of the experts on other ranks.
+
+        experts: of the model.
+        ranks: expert-parallel size.
+
+        Raises ValueError, one line, if the user asked for more slots.
+        """
+        most = experts - experts // ranks
+        if most < self.replica_slots != ExpertConfig().replica_slots:
+            raise ValueError(
+                f"--expert-replica-slots {self.replica_slots} (replica_slots) is more than there are experts to copy: "
+                f"{experts} experts over {ranks} expert-parallel ranks leave {most} on other ranks; use at most {most}"
+            )
+        return replace(self, replica_slots=min(most, self.replica_slots))

@@ -115,7 +115,7 @@ EXPECTED = {
     "graphs of layers": "LayerBalancer is incompatible with cuda_graph_impl=transformer_engine",
     "captured": "has CUDA graphs already",
     "group": "process group ep has ranks",
-    "slots": "8 on 2 expert-parallel ranks leave 4 on other ranks; use at most 4",
+    "slots": "8 experts over 2 expert-parallel ranks leave 4 on other ranks; use at most 4",
     "no experts": "the model has no experts; drop the ExpertBalancer",
     "linears": "experts of class SequentialMLP",
     "offload": "optimizer_cpu_offload=True: it keeps optimizer state on the host; use use_distributed_optimizer",

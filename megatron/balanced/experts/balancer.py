@@ -85,7 +85,7 @@ class ExpertBalancer(StepCallback):
         self._job = job or _job(chunks)
         check_model("ExpertBalancer", chunks, recaptures=self._job.recaptures)
         self._model_config = get_model_config(chunks[0])
-        self.config = _slots(config or ExpertConfig(enabled=True), self._model_config)
+        self.config = _fitted(config or ExpertConfig(enabled=True), self._model_config)
         self.chunks, self._machine, self._report, self._reserved = list(chunks), cluster, report, reserved
         self._layers_of_chunks = [balance_layers([chunk], self.config.replica_slots) for chunk in self.chunks]
         if not any(gather_objects(any(self._layers_of_chunks), dist.group.WORLD)):  # some stages may have none
@@ -440,18 +440,11 @@ def _job(chunks: Sequence[torch.nn.Module]) -> Job:
     return Job(longest)
 
 
-def _slots(config: ExpertConfig, model: Any) -> ExpertConfig:
-    """The settings, with the default number of replica slots capped at the number of experts on other ranks. Raises
-    ValueError if the user asked for more, or if the model has nothing to replicate."""
+def _fitted(config: ExpertConfig, model: Any) -> ExpertConfig:
+    """The settings that fit the model. Raises ValueError for a model that has nothing to replicate."""
     if not model.num_moe_experts:
         raise ValueError("the model has no experts; drop the ExpertBalancer")
     ranks = mpu.get_expert_model_parallel_world_size()
     if ranks == 1:
         raise ValueError("the expert-parallel group is one rank, which has all experts; drop the ExpertBalancer")
-    most = model.num_moe_experts - model.num_moe_experts // ranks
-    if most < config.replica_slots != ExpertConfig().replica_slots:
-        raise ValueError(
-            f"replica_slots={config.replica_slots} is more than there are experts to copy: {model.num_moe_experts} on "
-            f"{ranks} expert-parallel ranks leave {most} on other ranks; use at most {most}"
-        )
-    return dataclasses.replace(config, replica_slots=min(most, config.replica_slots))
+    return config.fitted(model.num_moe_experts, ranks)

@@ -38,7 +38,13 @@ def check_experts(args: argparse.Namespace, experts: ExpertConfig) -> tuple[Expe
         return experts, []
     if why := _nothing_to_balance(args):
         return dataclasses.replace(experts, enabled=False), [f"--balance-experts has nothing to balance: {why}"]
-    experts, notes = _slots(args, experts)
+    asked, experts = experts, experts.fitted(args.num_experts, args.expert_model_parallel_size)
+    notes = []
+    if experts.replica_slots != asked.replica_slots:
+        notes.append(
+            f"--balance-experts sets --expert-replica-slots {experts.replica_slots}: --num-experts {args.num_experts} "
+            f"over --expert-model-parallel-size {args.expert_model_parallel_size} leave no more on other ranks"
+        )
     of_transformer_engine = args.transformer_impl != "local" and args.moe_grouped_gemm
     features = (EXPERTS,) if of_transformer_engine else (EXPERTS, OWN_EXPERTS)
     check_compatible(args, features, "--balance-experts", captures_experts(args))
@@ -53,24 +59,6 @@ def check_experts(args: argparse.Namespace, experts: ExpertConfig) -> tuple[Expe
             "--moe-grouped-gemm it uses Transformer Engine's"
         )
     return experts, notes
-
-
-def _slots(args: argparse.Namespace, experts: ExpertConfig) -> tuple[ExpertConfig, list[str]]:
-    """The settings, with replica slots limited to the number of experts on other ranks, and notes for the user."""
-    most = args.num_experts - args.num_experts // args.expert_model_parallel_size
-    if experts.replica_slots <= most:
-        return experts, []
-    elsewhere = (
-        f"--num-experts {args.num_experts} over --expert-model-parallel-size {args.expert_model_parallel_size} leave "
-        f"{most} on other ranks"
-    )
-    if experts.replica_slots == ExpertConfig().replica_slots:
-        note = f"--balance-experts sets --expert-replica-slots {most}: {elsewhere}"
-        return dataclasses.replace(experts, replica_slots=most), [note]
-    raise ValueError(
-        f"--expert-replica-slots {experts.replica_slots} is more than there are experts to copy: {elsewhere}; use at "
-        f"most {most}"
-    )
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
