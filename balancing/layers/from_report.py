@@ -109,7 +109,7 @@ def read_run(report: History | str | os.PathLike[str]) -> RecordedRun:
 
 
 def _pattern(costs: LayerCosts) -> Pattern | None:
-    return Pattern.of_kinds([kind for kind, known in zip(costs.kinds, costs.numbered, strict=True) if known])
+    return Pattern.from_kinds([kind for kind, known in zip(costs.kinds, costs.numbered, strict=True) if known])
 
 
 def _schedule(line: dict[str, Any]) -> Schedule:

@@ -56,7 +56,7 @@ class Pattern:
         return tuple(KINDS[symbol] for symbol in self.symbols)
 
     @classmethod
-    def of_kinds(cls, kinds: Sequence[str]) -> "Pattern | None":
+    def from_kinds(cls, kinds: Sequence[str]) -> "Pattern | None":
         """The pattern of layers of these kinds, as one segment; None if a kind is not in `KINDS`."""
         symbols = {kind: symbol for symbol, kind in KINDS.items()}
         if not all(kind in symbols for kind in kinds):

@@ -223,9 +223,7 @@ def _graph(ranks: int, micro_batches: int, chunks: int, schedule: Schedule) -> _
         operations=ordered,
         levels=tuple(levels),
         duration_index=np.asarray(source, dtype=np.intp)[order],
-        node_of_operation=np.array(
-            [[number[nodes[rank, op]] for op in of_rank] for rank, of_rank in enumerate(ordered)]
-        ),
+        node_of_operation=np.array([[number[nodes[rank, op]] for op in row] for rank, row in enumerate(ordered)]),
     )
 
 

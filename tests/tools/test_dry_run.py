@@ -167,7 +167,7 @@ def _compare(flags: list[str]) -> dict[str, tuple[object, object]]:
                 ("cp", mpu.get_context_parallel_group()),
                 ("pp", mpu.get_pipeline_model_parallel_group()),
             ):
-                groups = groups_along(args, axis, of_experts=axis == "ep")
+                groups = groups_along(args, axis, for_experts=axis == "ep")
                 (told_ranks,) = [ranks for ranks in groups if dist.get_rank() in ranks]
                 found[axis] = told_ranks, dist.get_process_group_ranks(group)
 

@@ -42,7 +42,7 @@ class Room:
     count: FloatArray
     limit: FloatArray
 
-    def of_first(self, stages: int) -> "Room":
+    def first_stages(self, stages: int) -> "Room":
         """The limits of the first `stages` stages alone."""
         return Room(self.static, self.activation, self.base[:stages], self.count[:stages], self.limit[:stages])
 

@@ -132,7 +132,7 @@ def memory_shortfall(problem: Problem) -> float:
     if problem.virtual == 1:
         room = room_of(problem, [0] * problem.stages + [problem.layers], 0)
         assert room is not None
-        return least_over(room.of_first(problem.filled(0)), problem.least)
+        return least_over(room.first_stages(problem.filled(0)), problem.least)
     return _quality(problem, _even_bytes(problem, memory))[0]
 
 
@@ -149,7 +149,7 @@ def _solve(problem: Problem, bounds: list[int], group: int) -> list[int]:
         home=problem.home[first:last],
         weight=problem.weight[first:last],
         least=problem.least,
-        room=None if room is None else room.of_first(filled),
+        room=None if room is None else room.first_stages(filled),
     )
     if not inner:
         return []

@@ -232,8 +232,8 @@ class ExpertBalancer(StepCallback):
         # The optimizer is allocated after the slots.
         for ddp in self.chunks:
             for p in ddp.parameters():
-                of_expert = not getattr(p, "allreduce", True)
-                free -= round(p.numel() * state_bytes(ddp, p.dtype, of_expert=of_expert)) if p.requires_grad else 0
+                is_expert = not getattr(p, "allreduce", True)
+                free -= round(p.numel() * state_bytes(ddp, p.dtype, is_expert=is_expert)) if p.requires_grad else 0
         free = max(0, free - round(self._reserved))
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, free)

@@ -79,12 +79,12 @@ class LayerBalancer(StepCallback):
         report: Callable[[Callable[[], dict[str, Any]]], None] | None = None,
         loop: TrainingLoop | None = None,
     ) -> None:
-        of_job = job or Job  # the class has the defaults
-        check_model("LayerBalancer", chunks, optimizer, recaptures=of_job.recaptures)
+        facts = job or Job  # the class has the defaults
+        check_model("LayerBalancer", chunks, optimizer, recaptures=facts.recaptures)
         self._config = config = config or LayerConfig(enabled=True)
         model = get_model_config(chunks[0])
         self._alone = loop is None
-        loop = loop or TrainingLoop(Callbacks([self]), Observer(measures=True), MoveGroups(of_job.timeout_minutes))
+        loop = loop or TrainingLoop(Callbacks([self]), Observer(measures=True), MoveGroups(facts.timeout_minutes))
         _check(optimizer, config, model, loop)
         self.chunks, self._moves, self._report = list(chunks), moves, report
         self.iteration = 0  # from 0, the step in progress, or else the next one
@@ -185,10 +185,10 @@ class LayerBalancer(StepCallback):
         step `iteration` (from 0), in which `get_num_microbatches` is the number of micro-batches."""
         self.iteration = iteration
         if self._observer.measured is not None:
-            of, record = self._observer.measured
+            measured_step, record = self._observer.measured
             # The first iteration, and the first after a move, includes warm-up, so its times are not representative.
-            if of > self._warm and not self._settled:
-                self._planner.add(of, record, self._micro_batches[0])
+            if measured_step > self._warm and not self._settled:
+                self._planner.add(measured_step, record, self._micro_batches[0])
         if not self._moves:
             return
         if self._first is None:

@@ -212,14 +212,14 @@ def _work(chunk: Any) -> tuple[float, float, float, float]:
 def _products(layer: torch.nn.Module, modules: Iterable[torch.nn.Module]) -> float:
     """The number of weights of `modules` in `layer` that multiply a token. Only experts that the token chooses
     count."""
-    of_experts = {
+    shares = {
         id(parameter): layer.config.moe_router_topk / module.num_local_experts
         for module in layer.modules()
         if isinstance(module, SequentialMLP | TEGroupedMLP)
         for parameter in module.parameters()
     }
     weights = [weight for module in modules for weight in module.parameters(recurse=False) if weight.ndim > 1]
-    return sum(weight.numel() * of_experts.get(id(weight), 1.0) for weight in weights if weight.requires_grad)
+    return sum(weight.numel() * shares.get(id(weight), 1.0) for weight in weights if weight.requires_grad)
 
 
 class _FilledWait:

@@ -167,11 +167,11 @@ class LayerMover:
         return self._sum_up(lambda parameter: self._travelling(parameter) + gradient * parameter.numel())
 
     def _travelling(self, parameter: torch.nn.Parameter) -> float:
-        dtype, of_expert = self._model.params_dtype, not getattr(parameter, "allreduce", True)
+        dtype, is_expert = self._model.params_dtype, not getattr(parameter, "allreduce", True)
         weight = sum(tensor.nbytes for tensor in weight_tensors(parameter).values())
         matrix = is_managed_by_layer_wise_optimizer(parameter)
         state = state_bytes(
-            self._chunks[0], dtype, of_expert=of_expert, of_matrix=matrix, config=self._optimizer.config
+            self._chunks[0], dtype, is_expert=is_expert, is_matrix=matrix, config=self._optimizer.config
         )
         return weight + state * parameter.numel()
 

@@ -149,8 +149,8 @@ def state_bytes(
     ddp: DistributedDataParallel,
     dtype: torch.dtype,
     *,
-    of_expert: bool = False,
-    of_matrix: bool = False,
+    is_expert: bool = False,
+    is_matrix: bool = False,
     config: OptimizerConfig | None = None,
 ) -> float:
     """Bytes that the optimizer keeps on this rank for each element of a parameter of `ddp`.
@@ -160,7 +160,7 @@ def state_bytes(
 
     config: of the optimizer; it may set other types than float32.
     """
-    moments = 1 if of_matrix and config is not None and config.optimizer == "muon" else 2
+    moments = 1 if is_matrix and config is not None and config.optimizer == "muon" else 2
     whole = moments * max(dtype.itemsize, 4) + (4 if dtype.itemsize < 4 else 0)
     if config is not None and config.use_precision_aware_optimizer:
         main = config.main_params_dtype.itemsize
@@ -170,7 +170,7 @@ def state_bytes(
     layer_wise = config is not None and config.use_layer_wise_distributed_optimizer
     if not (ddp.ddp_config.use_distributed_optimizer or layer_wise):
         return whole
-    return whole / (ddp.intra_expt_dp_group if of_expert else ddp.intra_dp_cp_group).size()
+    return whole / (ddp.intra_expt_dp_group if is_expert else ddp.intra_dp_cp_group).size()
 
 
 def states_of(optimizer: ChainedOptimizer) -> dict[torch.nn.Parameter, ParameterState]:

@@ -87,13 +87,13 @@ def _new_group(ranks: list[int], like: dist.ProcessGroup, timeout_minutes: float
     if on_host:
         _allow_sockets(len(ranks))
     made = {
-        of: dist.new_group(
-            list(of),
+        group: dist.new_group(
+            list(group),
             timeout=timeout,
             backend="gloo" if on_host else None,
             pg_options=None if on_host else options_like(like, timeout),
         )
-        for of in sorted({tuple(each) for each in members})
+        for group in sorted({tuple(each) for each in members})
     }
     duplicate = made[tuple(ranks)]
     if not on_host:

@@ -53,12 +53,12 @@ def _settled(args: argparse.Namespace, config: BalanceConfig) -> tuple[str, str]
 
     machine = cluster_from_flags(config, args.world_size)
     context, data = (cluster_of(groups_along(args, axes)[0], machine) for axes in ("cp", "dp-cp"))
-    of_experts = args.expert_model_parallel_size * (args.expert_tensor_parallel_size or 1) if args.num_experts else 1
+    expert_ranks = args.expert_model_parallel_size * (args.expert_tensor_parallel_size or 1) if args.num_experts else 1
     steps = DrawnSteps(
         samples,
         args.micro_batch_size,
         micro_batches=args.global_batch_size // (args.micro_batch_size * args.data_parallel_size),
-        waiting=max(1, of_experts // (args.tensor_model_parallel_size * args.context_parallel_size)),
+        waiting=max(1, expert_ranks // (args.tensor_model_parallel_size * args.context_parallel_size)),
     )
     shape = attention_shape(core_transformer_config_from_args(args), args.hybrid_layer_pattern)
     found = choose_domain(steps, context, data, shape=shape, method=config.sequences.planner)

@@ -156,7 +156,7 @@ def plan_lines(args: argparse.Namespace, config: BalanceConfig, frozen: int | No
     """
     lines = []
     if config.experts.enabled:
-        lines.append(_scope("--balance-experts", "expert-parallel", groups_along(args, "ep", of_experts=True)))
+        lines.append(_scope("--balance-experts", "expert-parallel", groups_along(args, "ep", for_experts=True)))
         lines += _slot_lines(args, config)
     if config.sequences.enabled:
         shared = {"context": ("context-parallel", "cp"), "data": ("data-parallel", "dp-cp")}
@@ -247,12 +247,12 @@ def _flags_of(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
     return values
 
 
-def groups_along(args: argparse.Namespace, axis: str, *, of_experts: bool = False) -> list[list[int]]:
+def groups_along(args: argparse.Namespace, axis: str, *, for_experts: bool = False) -> list[list[int]]:
     """The process groups along an axis of Megatron-LM's layout, or along several: [group][place] -> rank."""
     from megatron.core.parallel_state import RankGenerator
 
     pipeline = args.pipeline_model_parallel_size
-    if of_experts:
+    if for_experts:
         sizes = {"tp": args.expert_tensor_parallel_size, "ep": args.expert_model_parallel_size, "cp": 1}
     else:
         sizes = {"tp": args.tensor_model_parallel_size, "ep": 1, "cp": args.context_parallel_size}

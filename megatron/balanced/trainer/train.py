@@ -63,8 +63,8 @@ def train(
     extension: of the model, the same as in `parse_arguments`.
     """
     extension = extension or ModelExtension()
-    of_model = extension.callbacks(args)
-    registered[:] = [*of_model, *callbacks]  # train_step is patched if there are any
+    model_callbacks = extension.callbacks(args)
+    registered[:] = [*model_callbacks, *callbacks]  # train_step is patched if there are any
     try:
         if config.balance_dry_run:
             lines = [*patches.rows(args, config), *plan_lines(args, config, extension.frozen_layers(args))]
@@ -75,7 +75,7 @@ def train(
         print_rank_0(f"> {kernels_line(args)}")
         model = _model(args, config, extension)
         with _only_run(args, config):
-            registered[:], datasets, forward = _features(args, config, model, of_model, callbacks)
+            registered[:], datasets, forward = _features(args, config, model, model_callbacks, callbacks)
             model.post_wrap_hooks.append(registered.attach)
             _pretrain(args, model, datasets, forward)
     finally:
@@ -113,8 +113,8 @@ def _features(
     args: argparse.Namespace,
     config: BalanceConfig,
     model: ModelConfig,
-    of_model: Sequence[StepCallback],
-    of_caller: Sequence[StepCallback],
+    model_callbacks: Sequence[StepCallback],
+    caller_callbacks: Sequence[StepCallback],
 ) -> tuple[list[StepCallback], Callable, Callable]:
     """The callbacks of the features that are on, of the model's extension and of the caller, in the order in which
     their steps begin; the provider of datasets; the forward step."""
@@ -127,7 +127,7 @@ def _features(
         features.append(observer)
     note: Any = observer.note if observer is not None and config.balance_report is not None else None
     if note is not None:
-        for callback in (*of_model, *of_caller):
+        for callback in (*model_callbacks, *caller_callbacks):
             callback.report = note
     if (config.experts.enabled or config.sequences.enabled) and (config.trials.pairs or config.trials.steps):
         features.append(
@@ -139,7 +139,7 @@ def _features(
                 stop_after=lambda iteration: setattr(args, "exit_interval", iteration + 1),
             )
         )
-    features += of_model
+    features += model_callbacks
     if config.sequences.enabled:
         tokens = MovedTokens(_batches(args, config, job), update_seqlen_stats_from_cu_seqlens)
         shared = {"config": config.sequences, "job": job, "cluster": cluster, "report": note, "tokens": tokens}
@@ -155,7 +155,7 @@ def _features(
         features.append(WeightGradientFill(args.distributed_timeout_minutes, timed))
     everywhere = reads_data_everywhere(config)
     forward = partial(forward_step, observer=observer, tokens=tokens, everywhere=everywhere)
-    if features or of_caller or patches.masks_losses(args):
+    if features or caller_callbacks or patches.masks_losses(args):
         empty = EmptySteps(note)
         features.append(empty)
         forward = partial(forward, count=empty.count)
@@ -163,7 +163,7 @@ def _features(
     datasets.is_distributed = True  # type: ignore[attr-defined]  # for Megatron: every rank calls it
     if (note := nothing_to_load(args)) is not None and args.rank == 0:
         forward = _say_first(note, forward)  # type: ignore[assignment]
-    features += of_caller
+    features += caller_callbacks
     return features, datasets if tokens is None else tokens.datasets(datasets), forward
 
 

@@ -45,8 +45,8 @@ def check_experts(args: argparse.Namespace, experts: ExpertConfig) -> tuple[Expe
             f"--balance-experts sets --expert-replica-slots {experts.replica_slots}: --num-experts {args.num_experts} "
             f"over --expert-model-parallel-size {args.expert_model_parallel_size} leave no more on other ranks"
         )
-    of_transformer_engine = args.transformer_impl != "local" and args.moe_grouped_gemm
-    features = (EXPERTS,) if of_transformer_engine else (EXPERTS, OWN_EXPERTS)
+    grouped = args.transformer_impl != "local" and args.moe_grouped_gemm
+    features = (EXPERTS,) if grouped else (EXPERTS, OWN_EXPERTS)
     check_compatible(args, features, "--balance-experts", captures_experts(args))
     notes += leave_out_preprocessing(args)
     if captures_iterations(args):
