@@ -31,7 +31,7 @@ FLAGS = {
     "not a choice": ("--position-embedding-type sinusoid", "sinusoid", "rope"),
     "device": ("--device tpu", "--device tpu", "auto, cuda or cpu"),
     "two precisions": ("--bf16 --fp16", "Megatron-LM demands: not args.bf16"),
-    "float64 and float32": ("--fp64 --accumulate-allreduce-grads-in-fp32", "--fp64", "in-fp32", "drop the latter"),
+    "float64 and float32": ("--fp64 --accumulate-allreduce-grads-in-fp32", "--fp64", "in-fp32", "drop it"),
     "no time for others": (
         "--distributed-timeout-seconds-after-init 0",
         "--distributed-timeout-seconds-after-init 0",

@@ -22,6 +22,7 @@ FEATURES = {
     incompatible.LAYERS: "`--balance-layers`",
     incompatible.RELEASE: "`--repack-throughput-floor`",
     incompatible.FILL: "`--fill-with-weight-gradients`",
+    incompatible.FP64: "`--fp64`",
     incompatible.HYBRID: "`--hybrid-layer-pattern`",
     incompatible.HYBRID_SEGMENTS: "`--hybrid-layer-pattern` with `\\|`",
     incompatible.REPORT: "`--balance-report`",

@@ -36,6 +36,7 @@ SEQUENCES_OF_DATA = "sequences of data-parallel ranks"
 SEQUENCES_OF_STEP = "sequences of a step"
 ATTENTION = "attention alone"  # sequences of other loops, whose tokens stay where they are
 FILL = "fill"  # --fill-with-weight-gradients
+FP64 = "float64"  # --fp64
 HYBRID = "hybrid"  # --hybrid-layer-pattern
 HYBRID_SEGMENTS = "hybrid segments"  # with | in it
 
@@ -342,6 +343,11 @@ INCOMPATIBLE: tuple[Incompatible, ...] = (
                  "use --overlap-param-gather alone"),
     Incompatible("nccl_ub", ON, (LAYERS,), "it registers buffers that a move replaces"),
     # Memory, precision and graphs
+    Incompatible("bf16", ON, (FP64,), "a run has one precision", "drop one of them"),
+    Incompatible("fp16", ON, (FP64,), "a run has one precision", "drop one of them"),
+    Incompatible("accumulate_allreduce_grads_in_fp32", ON, (FP64,), "gradients are added up in float64"),
+    Incompatible("transformer_impl", one_of("transformer_engine"), (FP64,), "it has no kernels for float64",
+                 "use --transformer-impl local or drop --fp64"),
     Incompatible("fp8", ON, (OWN_EXPERTS,), _TE_EXPERTS, "add --moe-grouped-gemm, or use --bf16"),
     Incompatible("fp8_recipe", one_of("delayed"), (EXPERTS,),
                  "scales depend on the history of an expert's tokens, which are on several ranks",

@@ -27,7 +27,7 @@ from balancing.doctor.installed import find_apex
 from balancing.launch import detect_launch
 from megatron.balanced.cpu.device import choose_device, is_cpu, use_cpu
 from megatron.balanced.shared.errors import LocalError
-from megatron.balanced.shared.incompatible import REPORT, check_compatible, shown
+from megatron.balanced.shared.incompatible import FP64, REPORT, check_compatible, shown
 from megatron.balanced.trainer.agreement import check_agreement
 from megatron.balanced.trainer.auto_domain import settle_domain
 from megatron.balanced.trainer.balancers import check_balancers, switch_on
@@ -164,18 +164,8 @@ def _refuse(args: argparse.Namespace, config: BalanceConfig, device: str) -> Non
             "--fake-process-group is incompatible with balancers, --balance-report and --device cpu: its messages "
             "never arrive, so ranks would make different decisions; drop it"
         )
-    if config.fp64 and (args.bf16 or args.fp16):
-        raise ValueError("--fp64 is incompatible with --bf16 and --fp16: a run has one precision; drop one of them")
-    if config.fp64 and args.accumulate_allreduce_grads_in_fp32:
-        raise ValueError(
-            "--fp64 is incompatible with --accumulate-allreduce-grads-in-fp32, as gradients are added up in float64; "
-            "drop the latter"
-        )
-    if config.fp64 and args.transformer_impl == "transformer_engine":
-        raise ValueError(
-            "--fp64 is incompatible with --transformer-impl transformer_engine, which has no kernels for it; use "
-            "--transformer-impl local or drop --fp64"
-        )
+    if config.fp64:
+        check_compatible(args, FP64, "--fp64")
     if config.balance_report is not None or config.balances:
         detect_launch()  # raises ValueError if it is unknown which ranks share a node
     cluster_from_flags(config, args.world_size)
