@@ -165,9 +165,9 @@ def _layers_cost(
     """
     latents = shape.latent is not None and plan.sees_all
     moved = plan_links(plan, cluster, in_step=True)
-    each = token_bytes(shape) if latents else kv_bytes(shape)
-    forward, backward = kv_seconds(moved, plan.exchange, each, cluster, routed, gradient_width)
-    least = turn_tokens(cluster, each)
+    sent_bytes = token_bytes(shape) if latents else kv_bytes(shape)
+    forward, backward = kv_seconds(moved, plan.exchange, sent_bytes, cluster, routed, gradient_width)
+    least = turn_tokens(cluster, sent_bytes)
     asked = what_is_asked(plan, cluster, moved, least)
     projection = _projection_seconds(moved, cluster, shape) if latents else 0.0
     more = _PROJECTION * asked.rounds if latents else 0

@@ -145,7 +145,7 @@ def plan_micro_batches(
         most = limit * micro_batches / int(tokens.sum())
         sloped = _on_slopes(costs, tokens, micro_batches, limit, most, step)
         able += [] if sloped is None else [sloped]
-        deal = min(able, key=lambda one: step(np.bincount(one, seconds, micro_batches)))
+        deal = min(able, key=lambda candidate: step(np.bincount(candidate, seconds, micro_batches)))
     return MicroBatchPlan(checked, tuple(seconds.tolist()), tuple(deal.tolist()), micro_batches, "balanced", limit)
 
 
@@ -167,7 +167,7 @@ def deal_whole(
         return deal
     sloped = _on_slopes(costs, ones, micro_batches, len(seconds) // micro_batches, MICRO_BATCH_ROOM, step)
     able = [deal] if sloped is None else [deal, sloped]
-    return min(able, key=lambda one: step(np.bincount(one, seconds, micro_batches)))
+    return min(able, key=lambda candidate: step(np.bincount(candidate, seconds, micro_batches)))
 
 
 def _as_hill(deal: np.ndarray, costs: np.ndarray, micro_batches: int) -> np.ndarray:

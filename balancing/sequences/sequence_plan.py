@@ -327,21 +327,21 @@ def _check_layout(name: str, table: np.ndarray, lengths: Sequence[int], ranks: i
     if (wrong := np.flatnonzero((sequence < 0) | (sequence >= len(lengths)))).size:
         raise ValueError(f"the {name} layout has a shard of sequence {sequence[wrong[0]]}; there are {len(lengths)}")
     if (wrong := np.flatnonzero((rank < 0) | (rank >= ranks))).size:
-        at = wrong[0]
-        raise ValueError(f"the {name} layout puts sequence {sequence[at]} on rank {rank[at]} of {ranks}")
+        first = wrong[0]
+        raise ValueError(f"the {name} layout puts sequence {sequence[first]} on rank {rank[first]} of {ranks}")
     follows = np.append(False, sequence[1:] == sequence[:-1])[: len(sequence)]
     expected = np.where(follows, np.roll(stop, 1), 0)
     if (wrong := np.flatnonzero((start != expected) | (stop <= start))).size:
-        at = wrong[0]
+        first = wrong[0]
         raise ValueError(
-            f"the {name} layout of sequence {sequence[at]} has a shard of tokens {start[at]} to {stop[at]}, where "
-            f"token {expected[at]} comes next"
+            f"the {name} layout of sequence {sequence[first]} has a shard of tokens {start[first]} to {stop[first]}, "
+            f"where token {expected[first]} comes next"
         )
     held = np.zeros(len(lengths), dtype=np.int64)
     np.maximum.at(held, sequence, stop)
     if (wrong := np.flatnonzero(held != lengths)).size:
-        at = wrong[0]
-        raise ValueError(f"the {name} layout holds {held[at]} of the {lengths[at]} tokens of sequence {at}")
+        first = wrong[0]
+        raise ValueError(f"the {name} layout holds {held[first]} of the {lengths[first]} tokens of sequence {first}")
 
 
 # Layers with a sliding window.

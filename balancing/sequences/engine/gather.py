@@ -149,7 +149,7 @@ def _slices(tokens: int, number: int, phase: int) -> Iterator[Range]:
     shares = [max(0, 2 * turn - 1) for turn in range(number)] if number > 2 else range(number)
     whole = 2 * (number - 1) if number > 2 else number
     tiles = [max(0, -((phase - tokens * share // whole) // TILE)) for share in shares]
-    return pairwise([0, *(min(tokens, at * TILE) for at in tiles[1:]), tokens])
+    return pairwise([0, *(min(tokens, tile * TILE) for tile in tiles[1:]), tokens])
 
 
 def _in_reach(plan: SequencePlan, node: Sequence[int]) -> list[_Piece]:

@@ -227,7 +227,7 @@ def route(moved: TokenTraffic, row_bytes: int, cluster: Cluster, routing: Routin
     if even or messages > _MOST_MESSAGES * cluster.nodes * cluster.nics_per_node:
         return best
     others = (_modelled(moved, row_bytes, cluster, number) for number in range(2, most + 1))
-    return min((best, *others), key=lambda one: one.seconds)
+    return min((best, *others), key=lambda candidate: candidate.seconds)
 
 
 def check_routing(routing: Routing) -> None:

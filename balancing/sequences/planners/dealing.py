@@ -212,8 +212,8 @@ class _Pool:
         if not rest.tokens:
             self.cut.remove(rest)
 
-    def _opened(self, at: int) -> _Rest:
-        rest = _Rest(self.order[at], 0, self.lengths[at])
+    def _opened(self, place: int) -> _Rest:
+        rest = _Rest(self.order[place], 0, self.lengths[place])
         self.cut.append(rest)
         return rest
 

@@ -43,9 +43,9 @@ def deal_areas(area: np.ndarray, groups: int) -> np.ndarray:
     order = np.argsort(-area, kind="stable").reshape(-1, groups)
     area = np.asarray(area, dtype=np.float64)  # sums of areas may exceed int64
     total, members = np.zeros(groups), np.empty((groups, len(order)), dtype=np.int64)
-    for at, number in enumerate(order):
+    for place, number in enumerate(order):
         least = np.argsort(total, kind="stable")
-        members[least, at] = number
+        members[least, place] = number
         total[least] += area[number]
     _exchange(members, area, total)
     group = np.empty(len(area), dtype=np.int64)

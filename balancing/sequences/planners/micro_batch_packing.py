@@ -101,7 +101,8 @@ def _longest_first(
     None if a document fits no micro-batch. fullest: prefer the micro-batch with least room instead, to pack tightest.
     """
     number = np.empty(len(costs), dtype=np.int64)
-    heap = [(0 if fullest else cost, 0, at) for at, cost in enumerate(before.tolist())]  # key, tokens, micro-batch
+    # key, tokens, micro-batch
+    heap = [(0 if fullest else cost, 0, micro_batch) for micro_batch, cost in enumerate(before.tolist())]
     heapq.heapify(heap)
     for document in np.lexsort((np.arange(len(costs)), -costs, -tokens)).tolist():
         length, cost = int(tokens[document]), int(costs[document])
@@ -110,10 +111,10 @@ def _longest_first(
             passed.append(heapq.heappop(heap))
         if not heap:
             return None
-        key, filled, at = heapq.heappop(heap)
-        number[document] = at
+        key, filled, micro_batch = heapq.heappop(heap)
+        number[document] = micro_batch
         filled += length
-        for entry in ((-filled if fullest else key + cost, filled, at), *passed):
+        for entry in ((-filled if fullest else key + cost, filled, micro_batch), *passed):
             heapq.heappush(heap, entry)
     _fill_empty(number, len(before))
     return number
@@ -134,7 +135,8 @@ def _exchanged(
     """The deal after exchanges between the most expensive micro-batch and others, as long as exchanges help."""
     deal, micro_batches = deal.copy(), len(before)
     order = np.argsort(costs, kind="stable")
-    documents = [order[deal[order] == at] for at in range(micro_batches)]  # of each micro-batch, cheapest first
+    # Of each micro-batch, cheapest first
+    documents = [order[deal[order] == micro_batch] for micro_batch in range(micro_batches)]
     cost, filled = before + _sums(costs, deal, micro_batches), _sums(tokens, deal, micro_batches)
     enough = int(cost.sum() / micro_batches * _GOOD_ENOUGH)
     for _ in range(4 * micro_batches + 64):
@@ -160,8 +162,8 @@ def _exchanged(
                 amount = int(values[given].sum())
                 total[source] -= amount
                 total[target] += amount
-        for at in (dear, other):
-            documents[at] = order[deal[order] == at]
+        for micro_batch in (dear, other):
+            documents[micro_batch] = order[deal[order] == micro_batch]
     return deal
 
 
@@ -180,16 +182,16 @@ def _swap(
     least = np.searchsorted(back_tokens, tokens[dear] - room)  # a cheaper one would not free enough room
     near = np.searchsorted(back_cost, cost_of_dear - gap // 2)
     best: tuple[int, int, int] | None = None
-    for at in (near - 1, near):
-        at = np.maximum(at, least)
-        possible = at < len(back_cost)
-        moved = cost_of_dear - back_cost[np.minimum(at, len(back_cost) - 1)]
+    for returned in (near - 1, near):
+        returned = np.maximum(returned, least)
+        possible = returned < len(back_cost)
+        moved = cost_of_dear - back_cost[np.minimum(returned, len(back_cost) - 1)]
         after = np.where(possible & (moved > 0) & (moved < gap), np.maximum(moved, gap - moved), gap)
         if len(dear) == 1:
-            after = np.where(at == 0, gap, after)  # a micro-batch keeps a document
+            after = np.where(returned == 0, gap, after)  # a micro-batch keeps a document
         first = int(after.argmin())
         if after[first] < gap and (best is None or after[first] < best[0]):
-            best = int(after[first]), first, int(at[first])
+            best = int(after[first]), first, int(returned[first])
     if best is None:
         return None
     most, given, taken = best
@@ -216,9 +218,9 @@ def _swap_several(
         possible &= to_tokens[end] - to_tokens[begin] <= length + spare
         moved = cost - (to_cost[end] - to_cost[begin])
         after = np.where(possible & (moved > 0) & (moved < gap), np.maximum(moved, gap - moved), gap)
-        at = int(after.argmin())
-        if after[at] < gap and (best is None or after[at] < best[0]):
-            best = int(after[at]), first, at, int(end[at])
+        place = int(after.argmin())
+        if after[place] < gap and (best is None or after[place] < best[0]):
+            best = int(after[place]), first, place, int(end[place])
     if best is None:
         return None
     most, given, start, until = best

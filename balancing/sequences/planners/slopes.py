@@ -44,9 +44,9 @@ def slope_targets(micro_batches: int, step: Callable[[np.ndarray], float], most:
         least = np.inf
         for _ in range(_ROUNDS):
             before = least
-            for at, values in enumerate(choices):
+            for index, values in enumerate(choices):
                 for value in values:
-                    other = [*slope[:at], value, *slope[at + 1 :]]
+                    other = [*slope[:index], value, *slope[index + 1 :]]
                     allowed = _slope(micro_batches, *other).max() <= most
                     seconds = step(_slope(few, *other)) if allowed else np.inf
                     if seconds < least:
@@ -61,6 +61,6 @@ def slope_targets(micro_batches: int, step: Callable[[np.ndarray], float], most:
 
 def _slope(micro_batches: int, first: float, up: float, last: float, down: float) -> np.ndarray:
     """Costs with mean 1. first, last: cost over the constant cost between; up, down: micro-batches of rise and fall."""
-    at = np.arange(micro_batches)
-    costs = np.minimum(first + (1 - first) * at / up, last + (1 - last) * at[::-1] / down).clip(max=1.0)
+    number = np.arange(micro_batches)
+    costs = np.minimum(first + (1 - first) * number / up, last + (1 - last) * number[::-1] / down).clip(max=1.0)
     return np.asarray(costs / costs.mean())

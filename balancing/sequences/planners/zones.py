@@ -44,7 +44,7 @@ class _Buckets:
 
     def __init__(self, room: list[int], area: list[float]) -> None:
         self.room, self.area = room[:], area[:]  # tokens that still fit; query-key pairs held
-        self._queue = [(held, at) for at, held in enumerate(area)]  # least area first; holds stale entries
+        self._queue = [(held, bucket) for bucket, held in enumerate(area)]  # least area first; holds stale entries
         heapify(self._queue)
         # Buckets too full for the current sequence, most room first. They return to the queue for shorter sequences.
         self._full: list[tuple[int, int]] = []
@@ -64,27 +64,27 @@ class _Buckets:
         number = next((number for number in numbers if rooms[number - 1] * number >= length), None)
         if number is None:
             return None
-        fitting = [at for at, room in enumerate(self.room) if room * number >= length]
-        chosen = sorted(nsmallest(number, fitting, key=lambda at: (self.area[at], at)))
+        fitting = [bucket for bucket, room in enumerate(self.room) if room * number >= length]
+        chosen = sorted(nsmallest(number, fitting, key=lambda bucket: (self.area[bucket], bucket)))
         tokens, part = ceil(length / number), area / number
-        for at in chosen:
-            self.room[at] -= tokens
-            self.area[at] += part
-            heappush(self._queue, (self.area[at], at))
+        for bucket in chosen:
+            self.room[bucket] -= tokens
+            self.area[bucket] += part
+            heappush(self._queue, (self.area[bucket], bucket))
         return chosen
 
     def _emptiest(self, tokens: int) -> int | None:
         """The bucket of least area among those with room for `tokens`."""
         queue, full = self._queue, self._full
         while full and full[0][0] <= -tokens:
-            _, at = heappop(full)
-            heappush(queue, (self.area[at], at))
+            _, bucket = heappop(full)
+            heappush(queue, (self.area[bucket], bucket))
         while queue:
-            area, at = queue[0]
-            if area == self.area[at]:  # else the entry is stale
-                if self.room[at] >= tokens:
-                    return at
-                heappush(full, (-self.room[at], at))
+            area, bucket = queue[0]
+            if area == self.area[bucket]:  # else the entry is stale
+                if self.room[bucket] >= tokens:
+                    return bucket
+                heappush(full, (-self.room[bucket], bucket))
             heappop(queue)
         return None
 
@@ -173,7 +173,7 @@ def _zones(
         fullest = max(fullest, *buckets.area)
         if fullest > most:
             return None, fullest
-        rings += [(sequence, [first + at for at in buckets_of]) for sequence, buckets_of in split]
+        rings += [(sequence, [first + bucket for bucket in buckets_of]) for sequence, buckets_of in split]
     return rings, fullest
 
 
@@ -212,8 +212,8 @@ def _ring(sequence: _Sequence, members: list[int], rooms: list[int]) -> list[Sha
         return [Shard(sequence.number, 0, sequence.length, members[0])]
     base, more = divmod(sequence.length, len(members))
     counts = [base] * len(members)
-    for at in sorted(range(len(members)), key=lambda at: (-rooms[members[at]], at))[:more] if more else ():
-        counts[at] += 1
+    for place in sorted(range(len(members)), key=lambda place: (-rooms[members[place]], place))[:more] if more else ():
+        counts[place] += 1
     for rank, count in zip(members, counts, strict=True):
         rooms[rank] -= count
     return zigzag(sequence.number, members, counts)

@@ -338,8 +338,8 @@ def sample_costs(dataset: Any, indices: np.ndarray, cost: Callable[[np.ndarray],
     (first, begin), (last, end) = (dataset.sample_index[which].astype(np.int64).T for which in (number, number + 1))
     documents = last - first + 1
     ends = np.cumsum(documents)
-    at = np.arange(ends[-1]) + np.repeat(first - ends + documents, documents)
-    lengths = dataset.dataset.sequence_lengths[dataset.document_index[at]].astype(np.int64)
+    entries = np.arange(ends[-1]) + np.repeat(first - ends + documents, documents)
+    lengths = dataset.dataset.sequence_lengths[dataset.document_index[entries]].astype(np.int64)
     lengths[ends - 1] = end  # the label of a sample's last token is not part of it, see `document_lengths`
     lengths[ends - documents] -= begin
     costs = np.add.reduceat(cost(lengths), ends - documents)

@@ -80,7 +80,11 @@ class Domain:
                 members = np.flatnonzero(
                     deal_areas(area.reshape(number, size).sum(1), self.groups) == self.group
                 ).tolist()
-        return [Sample(first + at * size + place, origin) for origin, at in enumerate(members) for place in range(size)]
+        return [
+            Sample(first + member * size + place, origin)
+            for origin, member in enumerate(members)
+            for place in range(size)
+        ]
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ class StepRecord:
         self._batches = []
 
     def add(self, batch: MicroBatch) -> None:
-        self.most_rows = max(self.most_rows, *(one.program.program.rows for one in batch.attentions))
+        self.most_rows = max(self.most_rows, *(attention.program.program.rows for attention in batch.attentions))
         if self._batches is not None:
             self._batches.append(batch)
 
@@ -90,12 +90,12 @@ class StepRecord:
         batches = self._batches or ()
         statistics = [attention.statistics for batch in batches for attention in batch.attentions]
         return [
-            round(sum(one.exposed_seconds for one in statistics) * 1e6),
+            round(sum(counted.exposed_seconds for counted in statistics) * 1e6),
             round(sum(batch.waited_ms for batch in batches) * 1e3),
-            sum(one.intra_bytes for one in statistics),
-            sum(one.inter_bytes for one in statistics),
-            sum(one.remap_intra_bytes for one in statistics),
-            sum(one.remap_inter_bytes for one in statistics),
+            sum(counted.intra_bytes for counted in statistics),
+            sum(counted.inter_bytes for counted in statistics),
+            sum(counted.remap_intra_bytes for counted in statistics),
+            sum(counted.remap_inter_bytes for counted in statistics),
         ]
 
     def end(self) -> list[MicroBatch]:
@@ -171,11 +171,12 @@ def _drawn(batches: Sequence[MicroBatch], origins: int, dealt: bool) -> list[lis
     """[micro-batch][data-parallel rank], lengths of the documents that Megatron-LM drew."""
     parts = [np.array([batch.numbers, batch.origins, batch.plan.lengths]) for batch in batches]
     if not dealt:
-        return [[lengths[origin == at] for at in range(origins)] for _, origin, lengths in parts]
+        return [[lengths[origin == index] for index in range(origins)] for _, origin, lengths in parts]
     number, origin, lengths = np.concatenate(parts, axis=1)
     origin, lengths = origin[np.argsort(number)], lengths[np.argsort(number)]
     return [
-        [lengths[origin == first + at] for at in range(origins)] for first in range(0, len(batches) * origins, origins)
+        [lengths[origin == first + index] for index in range(origins)]
+        for first in range(0, len(batches) * origins, origins)
     ]
 
 

@@ -48,7 +48,7 @@ def document_rows(plan: SequencePlan, ranks: int, rows: int) -> tuple[np.ndarray
             first += shard.tokens
         padding.append(np.arange(first, (rank + 1) * rows, dtype=np.int32))
     pieces.sort()
-    starts, sizes = (np.array([piece[at] for piece in pieces]) for at in (2, 3))
+    starts, sizes = (np.array([piece[column] for piece in pieces]) for column in (2, 3))
     ends = np.array([*accumulate(sizes.tolist())])
     order = np.arange(ends[-1]) + np.repeat(starts - ends + sizes, sizes)
     order = np.concatenate([order, *padding]).astype(np.int32)
