@@ -242,7 +242,7 @@ def _flags_that_do_not_exist(argv: list[str]) -> list[str]:
     from examples.dynamic_models import checks
     from megatron.balanced.shared.incompatible import INCOMPATIBLE, shown
     from megatron.balanced.trainer import arguments, balancers
-    from megatron.balanced.trainer.checks import hybrid, ranges
+    from megatron.balanced.trainer.checks import hybrid, machine, ranges
     from tests.support.limits import LATER
 
     parser = argparse.ArgumentParser(allow_abbrev=False)
@@ -257,7 +257,7 @@ def _flags_that_do_not_exist(argv: list[str]) -> list[str]:
     arguments.parse_arguments(argv)
     names = {
         *(name for row in (*INCOMPATIBLE, *checks.INCOMPATIBLE) for name in (row.flag, *row.beside)),
-        *arguments._OF_GPUS,
+        *machine._OF_GPUS,
         *ranges._AT_LEAST_1,
         *hybrid._MAMBA,
         *hybrid._OLD_NAMES,
@@ -267,14 +267,14 @@ def _flags_that_do_not_exist(argv: list[str]) -> list[str]:
 
 def test_a_writer_without_its_package(monkeypatch):
     """On a GPU; on a CPU there is no asynchronous writer."""
-    from megatron.balanced.trainer import arguments
+    from megatron.balanced.trainer.checks import machine
 
-    monkeypatch.setattr(arguments, "_has_resiliency", lambda: False)
+    monkeypatch.setattr(machine, "_has_resiliency", lambda: False)
     asked = argparse.Namespace(async_save=True, async_strategy="nvrx")
     with pytest.raises(
         ValueError, match=r"--async-strategy nvrx needs nvidia-resiliency-ext.*use --async-strategy mcore"
     ):
-        arguments._refuse(asked, argparse.Namespace(fp64=False), "cuda")
+        machine.check_machine(asked, argparse.Namespace(fp64=False), "cuda")
 
 
 def test_flags_that_are_refused_exist(pool):

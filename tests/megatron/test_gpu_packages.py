@@ -140,7 +140,7 @@ def test_a_run_on_gpus_says_which_package_is_broken(broken):
 
 
 def test_so_does_one_whose_transformer_engine_megatron_takes_for_missing(tmp_path, monkeypatch):
-    from megatron.balanced.trainer.arguments import _without_transformer_engine
+    from megatron.balanced.trainer.checks.machine import _without_transformer_engine
 
     assert "not installed" in str(_without_transformer_engine())
     (tmp_path / "transformer_engine").mkdir()

@@ -24,23 +24,22 @@ import torch
 
 from balancing.doctor.broken import broken_import
 from balancing.doctor.installed import find_apex
-from balancing.launch import detect_launch
 from megatron.balanced.cpu.device import choose_device, is_cpu, use_cpu
 from megatron.balanced.shared.errors import LocalError
-from megatron.balanced.shared.incompatible import FP64, REPORT, check_compatible, shown
+from megatron.balanced.shared.incompatible import REPORT, check_compatible
 from megatron.balanced.trainer.agreement import check_agreement
 from megatron.balanced.trainer.auto_domain import settle_domain
 from megatron.balanced.trainer.balancers import check_balancers, switch_on
 from megatron.balanced.trainer.checks.checkpoints import check_load
-from megatron.balanced.trainer.checks.corpus import check_tokens
-from megatron.balanced.trainer.checks.engine_parts import check_engine
+from megatron.balanced.trainer.checks.corpus import check_tokens, check_vocabulary
 from megatron.balanced.trainer.checks.fill import check_fill
 from megatron.balanced.trainer.checks.flags import check_data, check_folders, check_layout, check_saves
+from megatron.balanced.trainer.checks.machine import check_machine
 from megatron.balanced.trainer.checks.megatron import check_megatron
 from megatron.balanced.trainer.checks.model import check_model
 from megatron.balanced.trainer.checks.ranges import check_ranges
 from megatron.balanced.trainer.checks.refusal import is_refusal
-from megatron.balanced.trainer.config import BalanceConfig, add_flags, cluster_from_flags, config_from_flags
+from megatron.balanced.trainer.config import BalanceConfig, add_flags, config_from_flags
 from megatron.balanced.trainer.dry_run import assume_packages, assume_ranks, assumed_device, assumes_gpus, model_of
 from megatron.balanced.trainer.model_extension import ModelExtension
 from megatron.balanced.trainer.rendezvous import join_job, rank
@@ -139,87 +138,6 @@ def _start_device(argv: Sequence[str]) -> str:
     return device
 
 
-def _refuse(args: argparse.Namespace, config: BalanceConfig, device: str) -> None:
-    """Raise ValueError for combinations of flags that would fail later."""
-    if config.fp64 and device != "cpu":
-        raise ValueError("--fp64 is for reference runs on the CPU; add --device cpu or drop --fp64")
-    if device == "cpu":
-        _refuse_without_gpu(args)
-    if args.async_save and args.async_strategy == "nvrx" and not assumes_gpus() and not _has_resiliency():
-        raise ValueError(
-            "--async-save with --async-strategy nvrx needs nvidia-resiliency-ext, which is not installed or too old; "
-            "install it, or use --async-strategy mcore"
-        )
-    if args.transformer_impl == "transformer_engine" and not assumes_gpus() and not _has_transformer_engine():
-        raise _without_transformer_engine()
-    if not assumes_gpus():
-        check_engine(args, config)
-    if args.use_ring_exchange_p2p and not hasattr(torch.distributed, "ring_exchange"):
-        raise ValueError(
-            "--use-ring-exchange-p2p needs torch.distributed.ring_exchange, which this build of PyTorch lacks; drop it"
-        )
-    exchanges = config.balances or config.balance_report is not None
-    if args.fake_process_group and (exchanges or device == "cpu"):
-        raise ValueError(
-            "--fake-process-group is incompatible with balancers, --balance-report and --device cpu: its messages "
-            "never arrive, so ranks would make different decisions; drop it"
-        )
-    if config.fp64:
-        check_compatible(args, FP64, "--fp64")
-    if config.balance_report is not None or config.balances:
-        detect_launch()  # raises ValueError if it is unknown which ranks share a node
-    cluster_from_flags(config, args.world_size)
-    if args.transformer_impl == "local" and args.context_parallel_size > 1 and not args.balance_sequences:
-        raise ValueError(
-            f"--context-parallel-size {args.context_parallel_size} needs Transformer Engine's attention, which is not "
-            "installed or not selected; add --balance-sequences, or use --context-parallel-size 1"
-        )
-    if args.transformer_impl == "local" and args.multi_latent_attention and args.qk_layernorm and not args.q_lora_rank:
-        raise ValueError(
-            "--multi-latent-attention with --qk-layernorm needs --q-lora-rank without Transformer Engine, whose fused "
-            "norm and projection is not installed or not selected; give --q-lora-rank or drop --qk-layernorm"
-        )
-
-
-# Megatron-LM's flags that need a GPU, and what each does. --profile needs none with --use-pytorch-profiler.
-_OF_GPUS = {
-    "async_save": "writes checkpoints in a process that chooses a GPU",
-    "gpu_sniff_test_interval": "measures the speed of GPUs",
-    "log_straggler": "logs temperature and clock of GPUs",
-    "nccl_ub": "registers buffers of GPUs with NCCL",
-    "optimizer_cuda_graph": "captures the step of an optimizer on a GPU",
-    "profile": "starts CUDA's profiler",
-}
-
-
-def _has_resiliency() -> bool:
-    """Whether Megatron-LM can import its asynchronous writers."""
-    from megatron.core.dist_checkpointing.strategies.nvrx import has_nvrx_async_support
-
-    return has_nvrx_async_support()
-
-
-def _has_transformer_engine() -> bool:
-    """Whether Megatron-LM could import it."""
-    from megatron.core.tensor_parallel.random import HAVE_TE
-
-    return HAVE_TE
-
-
-def _without_transformer_engine() -> ValueError:
-    flag = "--transformer-impl transformer_engine"
-    if is_cpu():
-        return ValueError(f"{flag} needs a GPU, which this run does not have; use --transformer-impl local")
-    try:
-        importlib.import_module("transformer_engine.pytorch")
-    except ImportError as error:  # which Megatron-LM takes for its absence
-        if line := broken_import(error):
-            return LocalError(f"{line}, or use --transformer-impl local")
-    return ValueError(
-        f"{flag} needs Transformer Engine, which is not installed; install it, or use --transformer-impl local"
-    )
-
-
 def _import_megatron() -> None:
     """Raise LocalError if a package that megatron-core imports ends with an error that it does not expect."""
     try:
@@ -228,39 +146,6 @@ def _import_megatron() -> None:
         if (line := broken_import(error)) is None:
             raise
         raise LocalError(line) from error
-
-
-def _refuse_without_gpu(args: argparse.Namespace) -> None:
-    for name, what in _OF_GPUS.items():
-        value = getattr(args, name)
-        if value is None or value is False or (name == "profile" and args.use_pytorch_profiler):
-            continue
-        instead = "add --use-pytorch-profiler, or drop it" if name == "profile" else "drop it"
-        raise ValueError(f"{shown(name, value)} {what}, which this run does not have; {instead}")
-    # A graph can hold the state of Transformer Engine's random generator on any device.
-    if args.cuda_graph_impl == "local" or (
-        args.cuda_graph_impl == "transformer_engine" and not _has_transformer_engine()
-    ):
-        raise ValueError(
-            f"--cuda-graph-impl {args.cuda_graph_impl} needs the random generator of a GPU, which this run does not "
-            "have; use --cuda-graph-impl none"
-        )
-
-
-def _check_vocabulary(args: argparse.Namespace) -> None:
-    from megatron.training.global_vars import get_tokenizer
-
-    tokens = get_tokenizer().vocab_size
-    if args.padded_vocab_size is None:
-        raise ValueError(
-            "--no-pad-vocab-size leaves the size of the vocabulary unset, and Megatron-LM needs it to count "
-            f"operations; give --padded-vocab-size {tokens}, or drop it"
-        )
-    if args.padded_vocab_size < tokens:
-        raise ValueError(
-            f"--padded-vocab-size {args.padded_vocab_size} is below the {tokens} tokens of the tokenizer; use at least "
-            "that many, or drop it"
-        )
 
 
 def _use_float64(args: argparse.Namespace) -> None:
@@ -331,7 +216,7 @@ def parse_arguments(
         notes += said
         if _is_first_rank():
             print(*(f"> {note}\n" for note in notes), sep="", end="", flush=True)
-        _refuse(args, config, device)
+        check_machine(args, config, device)
         if extension is not None:
             extension.check(args)
         if not config.balance_dry_run:  # a dry run shows what does not fit
@@ -343,7 +228,7 @@ def parse_arguments(
             model_of(args)  # Megatron-LM refuses some flags there
         else:
             set_global_variables(args)
-            _check_vocabulary(args)
+            check_vocabulary(args)
             notes = check_tokens(args)
             if _is_first_rank():
                 print(*(f"> {note}\n" for note in notes), sep="", end="", flush=True)

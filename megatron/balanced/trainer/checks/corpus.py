@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron.balanced.shared.errors import LocalError
 
-__all__ = ["INDEX_HEAD", "INDEX_HEAD_BYTES", "check_lengths", "check_tokens"]
+__all__ = ["INDEX_HEAD", "INDEX_HEAD_BYTES", "check_lengths", "check_tokens", "check_vocabulary"]
 
 # The head of an .idx file: a magic word, the format's version, the code of the token type, sequences, documents + 1.
 INDEX_HEAD = struct.Struct("<9sQBQQ")
@@ -93,3 +93,21 @@ def check_tokens(args: argparse.Namespace) -> list[str]:
                 "it; write the corpus with --append-eod, or use --dataloader-inter-document-masking"
             )
     return notes
+
+
+def check_vocabulary(args: argparse.Namespace) -> None:
+    """Raise ValueError for a size of the vocabulary that is missing, or less than the tokenizer's. Called once the
+    tokenizer exists."""
+    from megatron.training.global_vars import get_tokenizer
+
+    tokens = get_tokenizer().vocab_size
+    if args.padded_vocab_size is None:
+        raise ValueError(
+            "--no-pad-vocab-size leaves the size of the vocabulary unset, and Megatron-LM needs it to count "
+            f"operations; give --padded-vocab-size {tokens}, or drop it"
+        )
+    if args.padded_vocab_size < tokens:
+        raise ValueError(
+            f"--padded-vocab-size {args.padded_vocab_size} is below the {tokens} tokens of the tokenizer; use at least "
+            "that many, or drop it"
+        )
