@@ -25,9 +25,9 @@ if messages are free (`balancing.pipeline.simulate_schedule`).
 from balancing.layers.cost import CostAverage, LayerSeconds, over_ranks
 from balancing.layers.gate import Decision, Gate, GateConfig, LayerMove, Predicted, layer_moves, migration_seconds
 from balancing.layers.memory import LayerMemory, in_flight, stage_memory
-from balancing.layers.plan import Pipeline, plan_partition, plan_pipeline, plan_stages
+from balancing.layers.plan import Pipeline, Running, plan_partition, plan_pipeline, plan_stages
 from balancing.layers.planners.refine import refine_plan
-from balancing.layers.repack import Release, Repack, Running, choose_repack, release_of, repack_options
+from balancing.layers.repack import Release, Repack, choose_repack, release_of, repack_options
 from balancing.pipeline.stage_plan import StagePlan
 
 __all__ = [

@@ -8,7 +8,7 @@ import numpy as np
 
 from balancing.layers.cost import LayerSeconds
 from balancing.layers.memory import LayerMemory, in_flight, stage_memory
-from balancing.layers.repack import Running
+from balancing.layers.plan import Running
 from balancing.pipeline.fixed_parts import NAMES
 from balancing.pipeline.pattern import Pattern
 from balancing.pipeline.schedule import MEGATRONS, Schedule

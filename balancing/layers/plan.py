@@ -28,6 +28,7 @@ __all__ = [
     "ONE_CHUNK",
     "Method",
     "Pipeline",
+    "Running",
     "check_method",
     "check_movable",
     "plan_partition",
@@ -56,6 +57,26 @@ class Pipeline:
     stages: int
     micro_batches: int | None
     virtual: int = 1
+    schedule: Schedule = MEGATRONS
+
+
+@dataclass(frozen=True)
+class Running:
+    """A running pipeline.
+
+    cost: seconds of the layers.
+    plan: the plan in force.
+    micro_batches: number of micro-batches of a step, per pipeline.
+    ranks_per_stage: data x tensor x context parallel size.
+    ranks_per_node: ranks of a node; stages fill nodes in order. None if nodes do not matter.
+    schedule: the schedule if there are several chunks a stage.
+    """
+
+    cost: LayerSeconds
+    plan: StagePlan
+    micro_batches: int
+    ranks_per_stage: int = 1
+    ranks_per_node: int | None = None
     schedule: Schedule = MEGATRONS
 
 

@@ -13,13 +13,11 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from balancing.layers.config import LayerConfig
-from balancing.layers.cost import LayerSeconds
 from balancing.layers.memory import LayerMemory
-from balancing.layers.plan import Pipeline, plan_partition
-from balancing.pipeline.schedule import MEGATRONS, Schedule
+from balancing.layers.plan import Pipeline, Running, plan_partition
 from balancing.pipeline.stage_plan import StagePlan
 
-__all__ = ["Release", "Repack", "Running", "check_repack", "choose_repack", "release_of", "repack_options"]
+__all__ = ["Release", "Repack", "check_repack", "choose_repack", "release_of", "repack_options"]
 
 
 def check_repack(config: LayerConfig, stages: int, chunks: int) -> str:
@@ -49,26 +47,6 @@ def check_repack(config: LayerConfig, stages: int, chunks: int) -> str:
     if chunks > 1:
         raise ValueError(f"{flag} can shrink a pipeline of one chunk a stage, not of {chunks}; use one")
     return flag
-
-
-@dataclass(frozen=True)
-class Running:
-    """A running pipeline.
-
-    cost: seconds of the layers.
-    plan: the plan in force.
-    micro_batches: number of micro-batches of a step, per pipeline.
-    ranks_per_stage: data x tensor x context parallel size.
-    ranks_per_node: ranks of a node; stages fill nodes in order. None if nodes do not matter.
-    schedule: the schedule if there are several chunks a stage.
-    """
-
-    cost: LayerSeconds
-    plan: StagePlan
-    micro_batches: int
-    ranks_per_stage: int = 1
-    ranks_per_node: int | None = None
-    schedule: Schedule = MEGATRONS
 
 
 @dataclass(frozen=True)

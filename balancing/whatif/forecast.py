@@ -13,8 +13,8 @@ import numpy as np
 from balancing.cluster import Cluster
 from balancing.experts import LoadTrace
 from balancing.layers.cost import LayerSeconds
-from balancing.layers.plan import Pipeline, plan_pipeline
-from balancing.layers.repack import Repack, Running, choose_repack, repack_options
+from balancing.layers.plan import Pipeline, Running, plan_pipeline
+from balancing.layers.repack import Repack, choose_repack, repack_options
 from balancing.layers.simulated_fill import weight_share
 from balancing.pipeline.schedule import MEGATRONS, Schedule
 from balancing.pipeline.stage_plan import StagePlan
