@@ -70,6 +70,10 @@ class Pattern:
         """Whether a layer of the model or of multi-token prediction is of this kind."""
         return symbol in self.symbols + self.prediction
 
+    def has_layers_of(self, other: "Pattern") -> bool:
+        """Whether the two differ at most in their segments."""
+        return replace(self, segments=()) == replace(other, segments=())
+
     def plan(self, stages: int, *, first: int | None = None, last: int | None = None) -> StagePlan:
         """The layers of each stage, as Megatron-LM places them.
 

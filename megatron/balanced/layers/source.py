@@ -49,9 +49,9 @@ class LayerSource:
         """The plan of a value of `flag`. Raises ValueError unless it has the layers and stages of the plan `now`."""
         if self.pattern is None:
             return from_layout(text, now.stages, layers=now.layers)
-        given, own = read_pattern(text), read_pattern(self.pattern)
+        given = read_pattern(text)
         plan = given.plan(now.stages)
-        if (given.symbols, given.prediction, given.depths) != (own.symbols, own.prediction, own.depths):
+        if not given.has_layers_of(read_pattern(self.pattern)):
             raise ValueError(f"{text} has other layers than the model, {self.pattern}; only move |")
         if plan.virtual != now.virtual:
             raise ValueError(
