@@ -254,6 +254,10 @@ def test_memory_that_cannot_be_met_says_how_much_is_missing():
     assert plan_stages(np.ones(8), 4, memory=memory, memory_limit=40).counts == ((1,), (2,), (2,), (3,))
     with pytest.raises(ValueError, match="bytes short; use more stages"):
         plan_stages(np.ones(8), 2, virtual=2, memory=memory, memory_limit=20)
+    both = LayerMemory(np.ones(2), embedding=5, head=5)  # of one stage: 12 bytes
+    assert plan_stages(np.ones(2), 1, memory=both, memory_limit=12).counts == ((2,),)
+    with pytest.raises(ValueError, match="at least 1 bytes short"):
+        plan_stages(np.ones(2), 1, memory=both, memory_limit=11)
 
 
 @pytest.mark.parametrize(
