@@ -42,7 +42,7 @@ def check_hybrid(args: argparse.Namespace) -> None:
         if (value := getattr(args, name)) is not None:
             raise ValueError(
                 f"{shown(name, value)} has another name now; use --hybrid-layer-pattern, with the layers of "
-                "prediction after a /"
+                "multi-token prediction after a /"
             )
     text = args.hybrid_layer_pattern
     pattern = None if text is None else read_pattern(text)
@@ -63,8 +63,8 @@ def check_hybrid(args: argparse.Namespace) -> None:
             )
     if pattern.depths:
         raise ValueError(
-            f"--hybrid-layer-pattern {text} has layers of prediction after /, which cannot be trained yet; leave them "
-            "out"
+            f"--hybrid-layer-pattern {text} has multi-token prediction after /, which cannot be trained yet; leave "
+            "it out"
         )
     _check_experts(args, text, pattern)
     if pattern.has("M"):
