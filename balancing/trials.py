@@ -5,7 +5,8 @@ consecutive steps. In each block every combination of balancers on and off runs 
 drifts over the run falls on all of them alike. With one balancer a block is a pair of steps; with two it has four, and
 gives two pairs for each (a full factorial design). The gain of a balancer is the median over pairs of the seconds
 without it over those with it. Its interval is that of the sign test, which holds for any distribution of noise, and
-which one slow step cannot move far.
+which one slow step cannot move far. If a balancer is off, one step with all of them comes before a round, since some
+plan from what they see in the step before, such as the load of experts.
 
 `Trials` says which balancers a step leaves out, takes the seconds of the step, and decides. It communicates with
 nobody: ranks that give it the same seconds decide alike. `megatron.balanced.observe.trials` runs it.
@@ -133,6 +134,7 @@ class Trials:
         self._warm_up = max(2, config.steps // 10) if config.steps else _WARM_UP
         self._interval = config.steps or config.interval  # a run of trials has one round
         self._spent = 0  # steps that rounds before this one ran otherwise than decided
+        self._lead = 0  # steps with everything on before this round
         self._round, self._blocks = 0, self._blocks_of_round(0)
 
     @property
@@ -151,7 +153,7 @@ class Trials:
             until = min(until, self._steps - self._first)
         blocks = math.ceil(self._config.pairs / (self._length // 2))
         changed = self._length - 1  # steps of a block that run otherwise than decided
-        left = int(self._config.share * until + 1e-9) - self._spent
+        left = int(self._config.share * until + 1e-9) - self._spent - self._lead
         blocks = max(0, min(blocks, left // changed))
         enough = blocks * (self._length // 2) >= _FEWEST or number > 0
         fits = self._warm_up + blocks * self._length <= until - number * self._interval
@@ -172,13 +174,15 @@ class Trials:
     def left_out(self, iteration: int) -> frozenset[str]:
         """The balancers that step `iteration` leaves out. Call it in the order of iterations."""
         while iteration - self._first >= (self._round + 1) * self._interval:
-            self._spent += self._blocks * (self._length - 1)
+            self._spent += self._blocks * (self._length - 1) + self._lead
             self._round += 1
+            self._lead = int(bool(self._off))
             self._blocks = self._blocks_of_round(self._round)
+            self._lead *= bool(self._blocks)
             self._block = {}
         combination = self._combination(iteration)
         if combination is None:
-            return frozenset(self._off)
+            return frozenset() if 0 < -self._since(iteration) <= self._lead else frozenset(self._off)
         return frozenset(name for bit, name in enumerate(self.names) if combination >> bit & 1)
 
     def is_trial(self, iteration: int) -> bool:

@@ -156,9 +156,9 @@ def _ends_of_a_step() -> list[bool]:
             planner.submit(None, SimpleNamespace(drift=0.0, age=0), [np.zeros((2, 4))], 1, None)
         balancer = object.__new__(ExpertBalancer)
         balancer._model_config = SimpleNamespace(cuda_graph_impl=graphs)
-        balancer._planner, balancer._report, balancer._layers_of_chunks = planner, None, []
+        balancer._planner, balancer._report, balancer._layers_of_chunks, balancer._plans = planner, None, [], {}
         balancer.end_step()
-        found.append(all(planned.done() for _, planned in planner._submitted.values()))
+        found.append(all(planned.done() for *_, planned in planner._submitted.values()))
         planner.adopt()
     return found
 

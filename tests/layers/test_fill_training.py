@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.support.leave_out import leave_out
 from tests.support.moving import Plans, move_at
 from tests.support.sampled import sampled
 from tests.support.settings import scheme_flags, settings
@@ -97,6 +98,7 @@ def _rank(argv: list[str]) -> tuple[Run, Counted]:
     ReplicaSlots.accumulate_gradients = accumulated
     if "--balance-layers" in argv:
         move_at(MOVES[VPP.split()[0] in argv])
+    leave_out([1])
     return train_rank(argv, True), told
 
 

@@ -106,6 +106,22 @@ def test_trials_never_take_more_than_their_share(names, steps):
     assert sum(bool(left_out) for left_out in job.ran) <= 0.01 * steps
 
 
+def test_before_each_round_what_is_off_runs_for_one_step():
+    """It plans from what it sees there."""
+    job = Job({"experts": 0.8, "sequences": 1.2}, 3000)
+    for begin in (1020, 2020):
+        assert job.ran[begin - 2 : begin] == [{"experts"}, frozenset()]
+        assert {"experts"} in job.ran[begin : begin + 4] and frozenset() in job.ran[begin : begin + 4]
+    assert all(job.trials.is_trial(begin) and not job.trials.is_trial(begin - 1) for begin in (2020,))
+
+
+@pytest.mark.parametrize("slower", [{"experts": 0.8}, {"experts": 0.8, "sequences": 0.9}])
+def test_what_is_off_runs_no_more_than_its_share(slower):
+    job = Job(slower, 20000)
+    first = min(job.verdicts)
+    assert sum(left_out != frozenset(slower) for left_out in job.ran[first + 1 :]) <= 0.01 * 20000
+
+
 def test_without_pairs_nothing_is_tried_and_all_stays_on():
     job = Job({"experts": 0.5}, 5000, config=TrialConfig(pairs=0))
     assert not any(job.ran) and job.verdicts == {}

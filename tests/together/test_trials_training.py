@@ -1,11 +1,13 @@
 """Trials in training: they change no number, and what they decide happens on all ranks."""
 
 import re
+from collections import Counter
 from typing import Any
 
 import pytest
 
 from tests.support.events import events_in
+from tests.support.leave_out import leave_out
 from tests.support.program import parse
 from tests.support.settings import settings
 from tests.support.training import EXACT, MOCK_DATA, MODEL, RankRun, assert_close, train, train_rank, watch
@@ -20,7 +22,7 @@ TRIALS = settings("trials", share=1.0)  # so short a run has none otherwise
 
 
 def _used(folder) -> dict[int, bool]:
-    """Iteration (from 1) -> whether a layer had replicas."""
+    """Iteration (from 1) -> whether a layer had replicas. Iterations that left them out are missing."""
     used: dict[int, bool] = {}
     for line in events_in(folder):
         if line["unit"] == "layer" and line["action"] in ("keep", "replicate"):
@@ -28,19 +30,20 @@ def _used(folder) -> dict[int, bool]:
     return used
 
 
-@pytest.mark.parametrize("flags", ["", f"{SEVERAL} --pipeline-model-parallel-size 2"], ids=["EP 2", "buckets, PP 2"])
-def test_trials_change_no_number(pool, tmp_path, flags):
+@pytest.mark.parametrize(
+    "flags, mode",
+    [("", "resident"), (f"{SEVERAL} --pipeline-model-parallel-size 2", "shared")],
+    ids=["EP 2, resident slots", "buckets, PP 2, shared slots"],
+)
+def test_trials_change_no_number(pool, tmp_path, flags, mode):
     ranks = 8 if flags else 4  # two groups plan apart
-    run = train(
-        pool, ranks, f"{flags} --balance-experts {TRIALS} --balance-report {tmp_path}", base=BASE, parameters=True
-    )
+    balance = f"--balance-experts {settings('experts', replica_mode=mode)} {TRIALS} --balance-report {tmp_path}"
+    run = train(pool, ranks, f"{flags} {balance}", base=BASE, parameters=True)
     assert_close(run, train(pool, ranks, flags, base=BASE, parameters=True))
     used = _used(tmp_path)
     assert sum(used[iteration] for iteration in range(3, 21)) > 9, "replicas were hardly used, so nothing was tested"
-    left_out = {line["iteration"] for line in events_in(tmp_path, reason="a trial left replicas out")}
-    assert len(left_out) > 6 and min(left_out) > 20  # by the clock they may stay out at the end
     for iteration in range(21, 41, 2):
-        assert len({iteration, iteration + 1} & left_out) <= 1 and not (used[iteration] and used[iteration + 1])
+        assert len({iteration, iteration + 1} & used.keys()) == 1, "a pair is one step with and one without"
     (line,) = events_in(tmp_path, action="trial")
     assert line["pairs"] == 10 and 0 < line["gain_low"] <= line["gain"] <= line["gain_high"]
 
@@ -73,10 +76,58 @@ def test_only_what_pays_stays_on(pool, tmp_path, slower, stays):
     argv = [*BASE, "--balance-experts", *TRIALS.split(), "--balance-report", str(tmp_path)]
     found = pool.run(2, _with_times, argv, slower)
     used = _used(tmp_path)
-    assert any(used[iteration] for iteration in range(41, 47)) == stays
+    assert any(used.get(iteration, False) for iteration in range(41, 47)) == stays
+    assert (used.keys() >= {*range(41, 47)}) == stays
     said = "".join(text for _, text in found)
     assert said.count("> experts off: with it steps take 1.25x (1.25 to 1.25, 10 pairs) the time") == (not stays)
     assert f"> gained, by the clock: experts {1 / slower:.2f}x" in said
+
+
+LEFT_OUT = (2, 3, 6)
+
+
+def _operations(argv: list[str]) -> list[Counter[str]]:
+    """Train this rank and leave experts out of some steps. Returns what the schedule of each step ran on tensors,
+    messages included."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from megatron.balanced.shared.callbacks import StepCallback
+
+    found: list[Counter[str]] = []
+
+    class Counts(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found[-1][str(func)] += 1
+            return func(*args, **(kwargs or {}))
+
+    class OfSchedules(StepCallback):
+        def begin_schedule(self) -> None:
+            found.append(Counter())
+            self.counts = Counts()
+            self.counts.__enter__()
+
+        def end_schedule(self) -> None:
+            self.counts.__exit__(None, None, None)
+
+    leave_out(LEFT_OUT)
+    train_rank(argv, False, callbacks=[OfSchedules()])
+    return found
+
+
+@pytest.mark.parametrize("flags", ["", f"{SEVERAL} --pipeline-model-parallel-size 2"], ids=["EP 2", "buckets, PP 2"])
+def test_a_step_that_is_left_out_does_what_megatron_does(pool, flags):
+    argv = [*BASE, *f"{flags} --train-iters 8".split()]
+    ranks = 8 if flags else 2
+    plain = pool.run(ranks, _operations, argv)
+    balanced = pool.run(ranks, _operations, [*argv, "--balance-experts"])
+    assert all(of_rank[0] for of_rank in plain)
+    with_replicas = 0
+    for expected, found in zip(plain, balanced, strict=True):
+        assert len(expected) == len(found) == 8
+        for step in LEFT_OUT:
+            assert found[step] == expected[step], f"step {step}"
+        with_replicas += sum(found[step] != expected[step] for step in (4, 5, 7))
+    assert with_replicas == 3 * ranks, "nothing was left out"
 
 
 def _until_it_stops(argv: list[str]) -> int:

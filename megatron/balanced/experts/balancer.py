@@ -57,8 +57,9 @@ class ReplicaMemoryError(ValueError):
 class ExpertBalancer(StepCallback):
     """Replicates the hot experts of a finished model. Construct it on all ranks together, before the first step.
 
-    Replicas are used only while a training schedule of `Balancers` runs. Evaluation, log-probabilities and the export
-    of weights see Megatron-LM's own layers. All ranks of an expert-parallel group make the same plans.
+    Replicas are used only while a training schedule of `Balancers` runs. Evaluation, log-probabilities, the export of
+    weights, and steps that a trial leaves out see Megatron-LM's own layers. After such a step, replicas are placed by
+    the last load from before it. All ranks of an expert-parallel group make the same plans.
 
     chunks: the model chunks of this rank, each in `DistributedDataParallel`.
     config: settings such as `replica_slots` and `min_gain`; None for the defaults.
@@ -278,10 +279,10 @@ class ExpertBalancer(StepCallback):
     def begin_step(self, iteration: int, config: Any) -> None:
         if not self._chunk_at and any(self._layers_of_chunks):
             raise ValueError("the balancer has released its replica slots; call restore() before a training schedule")
-        self._use_replicas(True)
+        self._use_replicas(not self.left_out)
         self._iteration = iteration
         self._end_abandoned()
-        if self._planner.adopt():
+        if not self.left_out and self._planner.adopt():
             check_same_plans([self._plans[layer] for layer in self._layers()], self._hosts)
         if self._captures:
             self._capture_anew()
@@ -318,15 +319,19 @@ class ExpertBalancer(StepCallback):
         return iteration == self._first or (iteration + 1) % self.config.plan_interval == 0
 
     def begin_schedule(self) -> None:
+        if self.left_out:
+            self._known = None
+            for chunk in self._chunk_at.values():
+                chunk.leave_out()
+            return
         self._place_known()
         tables = {}
         for layer in self._layers():
             plan = self._plans[layer]
             if layer.frozen:  # replicas would be sent for a forward pass only
                 plan.tables = layer.without_replicas
-            now = layer.without_replicas if self.left_out else plan.tables
-            if layer.placement != now.placement:
-                tables[layer] = now
+            if layer.placement != plan.placed:
+                tables[layer] = plan.tables
         place_layers(tables)
         if not self._captures:
             self._begin_run()
@@ -370,6 +375,8 @@ class ExpertBalancer(StepCallback):
         return None if self._finalize is None else self._finalize(*args, **kwargs)
 
     def end_schedule(self) -> None:
+        if self.left_out:
+            return
         self._model_config.finalize_model_grads_func = self._finalize
         if self._captures and self._is_due(self._iteration):
             for chunk in self._chunk_at.values():
@@ -389,9 +396,16 @@ class ExpertBalancer(StepCallback):
         self._use_replicas(False)
         if self._model_config.cuda_graph_impl != "none":  # a capture may come next, and fails if another thread waits
             self._planner.wait()
+        self._tell()
+        for plan in self._plans.values():
+            plan.age += 1
+
+    def _tell(self) -> None:
+        """Report what replicas did in the step, unless it has left them out."""
         waited_ms = self._planner.take_waited_ms()
         if (
             self._report is None
+            or self.left_out
             or mpu.get_expert_model_parallel_rank()
             or mpu.get_expert_data_parallel_rank()
             or mpu.get_tensor_model_parallel_rank()

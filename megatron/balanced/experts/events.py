@@ -53,7 +53,7 @@ def layer_event(
         "moved_bytes": chunk.slots.moved_bytes(layer.experts.position),
         "slot_bytes": chunk.slots.memory_bytes,
         "action": "replicate" if replicas else "keep",
-        "reason": "" if replicas else _why_none(layer, plan, iteration),
+        "reason": "" if replicas else _why_none(layer, iteration),
         "layer": layer.index,
         "planner": planner,
         "drift": plan.drift,
@@ -85,9 +85,7 @@ def _copy(values: list[Any]) -> Any:
     return np.stack(values)
 
 
-def _why_none(layer: BalancedMoELayer, plan: LayerPlan, iteration: int) -> str:
+def _why_none(layer: BalancedMoELayer, iteration: int) -> str:
     if layer.frozen:
         return "frozen"
-    if plan.placed.replicas:
-        return "a trial left replicas out"
     return "nothing to gain" if iteration else "no load seen yet"

@@ -46,6 +46,7 @@ class ExpertChunk:
         expert_share: float | None,
     ):
         self.layers = layers
+        self._holds = True  # whether gradients are held back, and parameters gathered early
         self._waiting: dict[int, dict[torch.nn.Parameter, Callable[[], None]]] = {}
         homes = [home_parameters(layer.experts) for layer in layers]
         self.slots = ReplicaSlots(
@@ -79,7 +80,7 @@ class ExpertChunk:
                 bucket_group.start_param_sync = self._once(bucket_group)
             for bucket_group in ddp.expert_parallel_bucket_groups:
                 self._following[bucket_group] = bucket_group.next_param_gather_bucket_group
-                bucket_group.next_param_gather_bucket_group = None
+            self._gather_ahead(False)
         if config.overlap_grad_reduce:
             self._position = {p: n for n, layer in enumerate(homes) for expert in layer for p in expert}
             for bucket_group in {
@@ -128,8 +129,13 @@ class ExpertChunk:
         for bucket_group in {*self._gathers, *(group for layer_buckets in self._buckets for group in layer_buckets)}:
             for name in ("start_param_sync", "register_grad_ready"):
                 vars(bucket_group).pop(name, None)
+        self._gather_ahead(True)
+
+    def _gather_ahead(self, ahead: bool) -> None:
+        """Whether parameters of a bucket of experts are gathered while the bucket before it computes, as Megatron-LM
+        does."""
         for bucket_group, following in self._following.items():
-            bucket_group.next_param_gather_bucket_group = following
+            bucket_group.next_param_gather_bucket_group = following if ahead else None
 
     def _once(self, bucket_group: Any) -> Callable:
         """The bucket's `start_param_sync`, which interleaved schedules repeat. It ignores an all-gather in flight."""
@@ -157,7 +163,7 @@ class ExpertChunk:
 
         def register_grad_ready(parameter: torch.nn.Parameter, force_all_reduce: bool | None = False) -> None:
             position = self._position.get(parameter)
-            if position is None or not bucket_group.is_last_microbatch:
+            if position is None or not self._holds or not bucket_group.is_last_microbatch:
                 register(parameter, force_all_reduce)
             else:
                 assert parameter not in self._waiting.setdefault(position, {}), "a second gradient in one backward pass"
@@ -183,7 +189,15 @@ class ExpertChunk:
                     waiting.pop(parameter)()
         assert not waiting
 
+    def leave_out(self) -> None:
+        """Begin an iteration without replicas. Parameters are gathered and gradients reduced in Megatron-LM's order."""
+        self._holds = False
+        self._gather_ahead(True)
+
     def begin_step(self) -> None:
+        """Begin an iteration with replicas."""
+        self._holds = True
+        self._gather_ahead(False)
         if self._gathers_ahead():
             # Replicas are sent before a forward pass would gather their weights. Gathers must start in the same order
             # on all ranks, but expert-parallel groups have replicas in different layers. So start all gathers now,
@@ -194,5 +208,7 @@ class ExpertChunk:
         self.slots.begin_step(placements, get_num_microbatches())
 
     def end_backward(self) -> None:
+        if not self._holds:
+            return
         self.slots.end_step()
         assert not self._waiting, "gradients were not passed on"

@@ -101,15 +101,15 @@ class ReplicatedSequentialMLP(SequentialMLP):
         tokens_per_expert: int [local physical expert].
         permuted_probs: float [token], weight of the router.
         """
+        slots, position = self.slots, self.position
+        if slots is None or not (self.training and self.active):
+            return super().forward(permuted_local_hidden_states, tokens_per_expert, permuted_probs)
         if self.config.moe_apply_probs_on_input:
             weighted = permuted_probs.unsqueeze(-1) * permuted_local_hidden_states
             permuted_local_hidden_states = weighted.to(permuted_local_hidden_states.dtype)
             permuted_probs = torch.ones_like(permuted_probs)
         counts = tokens_per_expert.tolist()
         homes = self.num_local_experts
-        slots, position = self.slots, self.position
-        if slots is None or not (self.training and self.active):
-            return self._run_homes(permuted_local_hidden_states, counts[:homes], permuted_probs), None
         if not self.ends_after_backward_dw:
             permuted_local_hidden_states = _OnBackward.apply(
                 permuted_local_hidden_states, lambda: self.when_computed(lambda: slots.end_pass(position))
@@ -139,7 +139,7 @@ class ReplicatedSequentialMLP(SequentialMLP):
         """Compute the weight gradients that the backward pass has left out, then return those of replicas
         (`--delay-wgrad-compute`)."""
         super().backward_dw()
-        if self.slots is not None and self.ends_after_backward_dw:
+        if self.slots is not None and self.active and self.ends_after_backward_dw:
             if self.slots.is_used(self.position):
                 self.slots.accumulate_gradients(self.position)
             self.slots.end_pass(self.position)

@@ -70,6 +70,7 @@ class LayerPlan:
 
     tables: of `placed`.
     history: loads of past iterations.
+    last: the iteration, from 1, of the last load in `history`. Only the thread that plans reads and writes it.
     drift: total variation between the last two loads.
     age: iterations since the load that `placed` was planned from.
     arrived: whether the layer has moved here and has not been planned since. It is planned without waiting for the
@@ -78,6 +79,7 @@ class LayerPlan:
 
     tables: SplitTables
     history: LoadHistory = field(default_factory=LoadHistory)
+    last: int = 0
     drift: float = 0.0
     age: int = 0
     arrived: bool = False
@@ -111,7 +113,8 @@ class ReplicaPlanner:
         self._job, self._model, self._config, self._machine = job, model, config, machine
         self._cluster, self._shared = cluster, shared
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="replicas")
-        self._submitted: dict[int, tuple[LayerPlan, Future[Planned]]] = {}  # by the identity of the record
+        # By the identity of the record: the record, its age when it was submitted, and the plan.
+        self._submitted: dict[int, tuple[LayerPlan, int, Future[Planned]]] = {}
         # None on a CPU: another process would take cores from the threads that compute.
         self._worker = None if is_cpu() else Worker()
         self.plan_ms = 0.0  # of the last placements that were adopted, all layers together
@@ -132,12 +135,12 @@ class ReplicaPlanner:
             # Read now: where the thread plans after the step, another schedule may be in progress, or none.
             served = self._micro_batches_served()
             planned = self._thread.submit(self._plan, layer, plan, _on_host(loads), iteration, overlap, served)
-            self._submitted[id(plan)] = plan, planned
+            self._submitted[id(plan)] = plan, plan.age, planned
 
     def wait(self) -> None:
         """Wait for the submitted plans. Until the next `submit`, no thread of ours waits for the device."""
         begin = time.perf_counter()
-        wait([planned for _, planned in self._submitted.values()])
+        wait([planned for *_, planned in self._submitted.values()])
         self.waited_ms += (time.perf_counter() - begin) * 1e3
 
     def adopt(self) -> bool:
@@ -145,14 +148,14 @@ class ReplicaPlanner:
         if not self._submitted:
             return False
         self.wait()
-        done = [(plan, planned.result()) for plan, planned in self._submitted.values()]
-        self.plan_ms = sum(planned.seconds for _, planned in done) * 1e3
-        for plan, planned in done:
-            plan.drift, plan.age = planned.drift, plan.age + 1
+        done = [(plan, age, planned.result()) for plan, age, planned in self._submitted.values()]
+        self.plan_ms = sum(planned.seconds for *_, planned in done) * 1e3
+        for plan, age, planned in done:
+            plan.drift = planned.drift
             if planned.tables is not None:
-                plan.tables, plan.age = planned.tables, 1
+                plan.tables, plan.age = planned.tables, plan.age - age
         self._submitted.clear()
-        return any(planned.tables is not None for _, planned in done)
+        return any(planned.tables is not None for *_, planned in done)
 
     def take_waited_ms(self) -> float:
         """Milliseconds for which steps have waited for plans since this was last called."""
@@ -171,7 +174,10 @@ class ReplicaPlanner:
         loads = on_host()
         begin = time.perf_counter()
         drift = float(plan.history.record(np.mean(loads, axis=0)))
-        if iteration % self._config.plan_interval and not plan.arrived:
+        # A trial may have left out the step in which a plan was due.
+        due = iteration // self._config.plan_interval > plan.last // self._config.plan_interval
+        plan.last = iteration
+        if not due and not plan.arrived:
             return Planned(None, drift, time.perf_counter() - begin)
         plan.arrived = False
         tables = self._place(layer, plan.history.predict(), overlap, served, float(plan.history.error()))

@@ -92,14 +92,14 @@ class ReplicatedTEGroupedMLP(TEGroupedMLP):
         """Compute the weight gradients that the backward pass has left out, then return those of replicas
         (`--delay-wgrad-compute`)."""
         self.compute_weight_gradients()
-        if self.slots is not None and self.ends_after_backward_dw:
+        if self.slots is not None and self.active and self.ends_after_backward_dw:
             self._end_pass(self.slots)
 
     def compute_weight_gradients(self) -> None:
         """Compute the weight gradients that the backward pass has left out."""
         slots = self.slots
         # The replicas stay the same for all passes of an iteration.
-        holds = slots is not None and slots.is_held(self.position)
+        holds = slots is not None and self.active and slots.is_held(self.position)
         TEGroupedMLP.backward_dw(self._homes_and(slots) if holds else self)
 
     def _end_pass(self, slots: ReplicaSlots) -> None:

@@ -94,7 +94,10 @@ class WeightGradients:
         for module in ddp.modules():
             if (store := _store(module)) is not None:
                 if not isinstance(store.put, partial):
-                    self._tell(module, _nothing if module in experts_of else module.backward_dw)
+                    own = module.backward_dw
+                    if module in experts_of:
+                        own = partial(_compute_without_replicas, experts_of[module], module)
+                    self._tell(module, own)
                 module.wgrad_accumulation_and_reduce_hooks[:] = [partial(self._hand_on, ddp, module)]
 
     def defer(self, on: bool) -> None:
@@ -141,7 +144,7 @@ class WeightGradients:
     def _defers_of(self, experts: Any) -> bool:
         """Whether a backward pass defers its weight gradients. experts: with replicas, if the weights are theirs, else
         None. With slots that layers share it does not: they have memory for the gradients of one micro-batch."""
-        shares = experts is not None and experts.slots is not None and experts.slots.shared
+        shares = experts is not None and experts.active and experts.slots is not None and experts.slots.shared
         return self._defers and not shares
 
     def _after_gradients(self, layer: Any, chunk: int, experts: Any, act: Callable[[], None]) -> None:
@@ -169,6 +172,8 @@ class WeightGradients:
                 module.backward_dw()
         elif module is experts.linear_fc1 and self._defers_of(experts):  # the backward pass comes to it last
             self._queue(layer, chunk, experts.compute_weight_gradients)
+        else:
+            _compute_without_replicas(experts, module)
 
     def _hand_on(self, ddp: Any, module: Any) -> None:
         """Add gradients of the weights of `module`, unless the product has added them, and tell their buckets."""
@@ -262,8 +267,11 @@ def _compute_first(experts: Any, act: Callable[[], None]) -> None:
     act()
 
 
-def _nothing() -> None:
-    """Do nothing."""
+def _compute_without_replicas(experts: Any, module: Any) -> None:
+    """Compute the weight gradients that grouped experts have delayed, if a step has left replicas out: nothing else
+    does it then. module: the linear layer whose backward pass has ended."""
+    if not experts.active and module is experts.linear_fc1:  # the backward pass comes to it last
+        experts.compute_weight_gradients()
 
 
 def _put_and_tell(put: Callable, then: Callable[[], None], tensors: Any, product: Callable) -> None:
