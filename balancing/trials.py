@@ -8,19 +8,20 @@ without it over those with it. Its interval is that of the sign test, which hold
 which one slow step cannot move far. If a balancer is off, one step with all of them comes before a round, since some
 plan from what they see in the step before, such as the load of experts.
 
-`Trials` says which balancers a step leaves out, takes the seconds of the step, and decides. It communicates with
-nobody: ranks that give it the same seconds decide alike. `megatron.balanced.observe.trials` runs it.
+`TrialSchedule` says which steps are trials, and of what; it is known before the run. `Trials` takes the seconds of
+steps, and decides. It communicates with nobody: ranks that give it the same seconds decide alike.
+`megatron.balanced.observe.trials` runs it.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, MutableSequence, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from balancing.settings import check_settings, setting
 
-__all__ = ["ClockGain", "TrialConfig", "Trials", "Verdict", "median_gain"]
+__all__ = ["ClockGain", "LeftOut", "TrialConfig", "TrialSchedule", "Trials", "Verdict", "median_gain"]
 
 _CONFIDENCE = 0.95
 _WARM_UP = 20  # steps before the first round
@@ -108,8 +109,9 @@ def median_gain(logarithms: Sequence[float]) -> ClockGain | None:
     return ClockGain(ratio, low, high, number)
 
 
-class Trials:
-    """The trials of one run. All ranks make the same one.
+class TrialSchedule:
+    """Which steps of a run are trials, and which balancers they leave out. All ranks make the same one. It can be
+    pickled.
 
     names: the balancers that a step can leave out.
     config: settings.
@@ -125,69 +127,132 @@ class Trials:
     ) -> None:
         if len(names) > 3:
             raise ValueError(f"{len(names)} balancers cannot be tried together ({', '.join(names)}); try at most 3")
-        self.names, self._config, self._steps, self._seed = tuple(names), config, steps, seed
-        self._first = first
-        self._off: set[str] = set()
-        self._logarithms: dict[str, list[float]] = {name: [] for name in self.names}
-        self._together: list[float] = []
-        self._block: dict[int, float] = {}  # combination -> seconds, of the block in progress
+        self.names, self._config, self._steps, self._first, self._seed = tuple(names), config, steps, first, seed
         self._warm_up = max(2, config.steps // 10) if config.steps else _WARM_UP
         self._interval = config.steps or config.interval  # a run of trials has one round
-        self._spent = 0  # steps that rounds before this one ran otherwise than decided
-        self._lead = 0  # steps with everything on before this round
-        self._round, self._blocks = 0, self._blocks_of_round(0)
+        self._rounds: list[int] = []  # blocks of each round so far
+        self._spent = 0  # steps that these rounds may run otherwise than decided
 
     @property
-    def _length(self) -> int:
+    def length(self) -> int:
         """Steps of a block."""
         return 1 << len(self.names)
 
-    def _blocks_of_round(self, number: int) -> int:
-        """How many blocks round `number` has, of the steps that are left to trials."""
+    def _blocks(self, number: int) -> int:
+        """How many blocks round `number` has."""
+        while len(self._rounds) <= number:
+            at = len(self._rounds)
+            lead = int(at > 0)
+            blocks = self._blocks_of_next(at, lead)
+            self._spent += blocks * (self.length - 1) + lead * (blocks > 0)
+            self._rounds.append(blocks)
+        return self._rounds[number]
+
+    def _blocks_of_next(self, number: int, lead: int) -> int:
+        """How many blocks round `number` has, of the steps that the rounds before it leave to trials.
+
+        lead: steps before its first block that may run otherwise than decided.
+        """
         if not self.names:
             return 0
         if self._config.steps:
-            return (self._config.steps - self._warm_up) // self._length if number == 0 else 0
+            return (self._config.steps - self._warm_up) // self.length if number == 0 else 0
         until = (number + 1) * self._interval
         if self._steps is not None:
             until = min(until, self._steps - self._first)
-        blocks = math.ceil(self._config.pairs / (self._length // 2))
-        changed = self._length - 1  # steps of a block that run otherwise than decided
-        left = int(self._config.share * until + 1e-9) - self._spent - self._lead
+        blocks = math.ceil(self._config.pairs / (self.length // 2))
+        changed = self.length - 1  # steps of a block that run otherwise than decided
+        left = int(self._config.share * until + 1e-9) - self._spent - lead
         blocks = max(0, min(blocks, left // changed))
-        enough = blocks * (self._length // 2) >= _FEWEST or number > 0
-        fits = self._warm_up + blocks * self._length <= until - number * self._interval
+        enough = blocks * (self.length // 2) >= _FEWEST or number > 0
+        fits = self._warm_up + blocks * self.length <= until - number * self._interval
         return blocks if enough and fits else 0
 
-    def _since(self, iteration: int) -> int:
-        """Steps since the first trial of the round."""
-        return iteration - self._first - self._round * self._interval - self._warm_up
+    def _place(self, iteration: int) -> tuple[int, int]:
+        """The round of `iteration`, and the steps since its first trial."""
+        number, since = divmod(iteration - self._first, self._interval)
+        return number, since - self._warm_up
 
-    def _combination(self, iteration: int) -> int | None:
+    def begins_block(self, iteration: int) -> bool:
+        """Whether the trial `iteration` is the first of its block."""
+        return self._place(iteration)[1] % self.length == 0
+
+    def combination(self, iteration: int) -> int | None:
         """Bits of the balancers that a trial of `iteration` leaves out; None if it is no trial."""
-        block, place = divmod(self._since(iteration), self._length)
-        if not 0 <= block < self._blocks:
+        number, since = self._place(iteration)
+        block, place = divmod(since, self.length)
+        if number < 0 or not 0 <= block < self._blocks(number):
             return None
-        order = np.random.default_rng((self._seed, self._round, block)).permutation(self._length)
+        order = np.random.default_rng((self._seed, number, block)).permutation(self.length)
         return int(order[place])
 
+    def left_out(self, iteration: int, off: frozenset[str]) -> frozenset[str]:
+        """The balancers that step `iteration` leaves out. off: those that are switched off by then."""
+        combination = self.combination(iteration)
+        if combination is not None:
+            return frozenset(name for bit, name in enumerate(self.names) if combination >> bit & 1)
+        number, since = self._place(iteration)
+        return frozenset() if since == -1 and number > 0 and self._blocks(number) else off
+
+
+def _is_off(switched: int, iteration: int) -> bool:
+    """Whether a balancer is switched off in `iteration`. switched: 0 if it never was, n + 1 if it is off from iteration
+    n on, -n - 1 if it is on again from iteration n on."""
+    return iteration >= switched - 1 if switched > 0 else iteration < -switched - 1
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """Whether iterations leave out one balancer, told before they begin. It can be pickled, if `switched` can.
+
+    schedule: of the run.
+    name: of the balancer, one of those of `schedule`.
+    switched: that of `Trials`.
+    """
+
+    schedule: TrialSchedule
+    name: str
+    switched: Sequence[int]
+
+    def __call__(self, iteration: int) -> bool:
+        is_off = _is_off(int(self.switched[self.schedule.names.index(self.name)]), iteration)
+        return self.name in self.schedule.left_out(iteration, frozenset([self.name] if is_off else []))
+
+
+class Trials:
+    """The trials of one run. All ranks make the same one.
+
+    schedule: which steps are trials.
+    delays: balancer -> steps from a decision until it takes effect, for balancers that prepare steps in advance.
+    switched: one number for each balancer, 0 at first: when it was last switched, as `LeftOut` reads it. Other
+        processes may read it, too.
+    """
+
+    def __init__(
+        self,
+        schedule: TrialSchedule,
+        delays: Mapping[str, int] | None = None,
+        switched: MutableSequence[int] | None = None,
+    ) -> None:
+        self.schedule, self.names, self._delays = schedule, schedule.names, delays or {}
+        self._switched = [0] * len(self.names) if switched is None else switched
+        self._logarithms: dict[str, list[float]] = {name: [] for name in self.names}
+        self._together: list[float] = []
+        self._block: dict[int, float] = {}  # combination -> seconds, of the block in progress
+
+    def off(self, iteration: int) -> frozenset[str]:
+        """The balancers that are switched off in `iteration`."""
+        return frozenset(
+            name for name, at in zip(self.names, self._switched, strict=True) if _is_off(int(at), iteration)
+        )
+
     def left_out(self, iteration: int) -> frozenset[str]:
-        """The balancers that step `iteration` leaves out. Call it in the order of iterations."""
-        while iteration - self._first >= (self._round + 1) * self._interval:
-            self._spent += self._blocks * (self._length - 1) + self._lead
-            self._round += 1
-            self._lead = int(bool(self._off))
-            self._blocks = self._blocks_of_round(self._round)
-            self._lead *= bool(self._blocks)
-            self._block = {}
-        combination = self._combination(iteration)
-        if combination is None:
-            return frozenset() if 0 < -self._since(iteration) <= self._lead else frozenset(self._off)
-        return frozenset(name for bit, name in enumerate(self.names) if combination >> bit & 1)
+        """The balancers that step `iteration` leaves out."""
+        return self.schedule.left_out(iteration, self.off(iteration))
 
     def is_trial(self, iteration: int) -> bool:
         """Whether the seconds of `iteration` are wanted."""
-        return self._combination(iteration) is not None
+        return self.schedule.combination(iteration) is not None
 
     def ends_round(self, iteration: int) -> bool:
         """Whether `iteration` is the last of a round of trials."""
@@ -195,21 +260,21 @@ class Trials:
 
     def add(self, iteration: int, seconds: float) -> None:
         """Add the seconds of a trial, those of the slowest rank. A block of which a step is missing does not count."""
-        combination = self._combination(iteration)
+        combination = self.schedule.combination(iteration)
         if combination is None or seconds <= 0 or not math.isfinite(seconds):
             return
-        if self._since(iteration) % self._length == 0:
+        if self.schedule.begins_block(iteration):
             self._block = {}
         self._block[combination] = math.log(seconds)
-        if len(self._block) < self._length:
+        if len(self._block) < self.schedule.length:
             return
         for bit, name in enumerate(self.names):
             self._logarithms[name] += [
                 self._block[others | 1 << bit] - self._block[others]
-                for others in range(self._length)
+                for others in range(self.schedule.length)
                 if not others >> bit & 1
             ]
-        self._together.append(self._block[self._length - 1] - self._block[0])
+        self._together.append(self._block[self.schedule.length - 1] - self._block[0])
         self._block = {}
 
     def gains(self) -> dict[str, ClockGain]:
@@ -219,15 +284,20 @@ class Trials:
             found["together"] = median_gain(self._together)
         return {name: gain for name, gain in found.items() if gain is not None}
 
-    def decide(self) -> list[Verdict]:
-        """Switch balancers on and off by the latest pairs, at the end of a round. Returns what it says of each."""
+    def decide(self, iteration: int) -> list[Verdict]:
+        """Switch balancers on and off by the latest pairs, at the end of a round. Returns what it says of each.
+
+        iteration: the one that has ended.
+        """
         verdicts = []
-        for name in self.names:
+        for bit, name in enumerate(self.names):
             gain = median_gain(self._logarithms[name][-_RECENT:])
             if gain is None:
                 continue
-            was_on = name not in self._off
+            was_on = int(self._switched[bit]) <= 0
             is_on = gain.high >= 1 if was_on else gain.low > 1
-            (self._off.discard if is_on else self._off.add)(name)
+            if is_on != was_on:
+                begins = iteration + 1 + self._delays.get(name, 0)
+                self._switched[bit] = -begins - 1 if is_on else begins + 1
             verdicts.append(Verdict(name, gain, is_on, is_on != was_on))
         return verdicts

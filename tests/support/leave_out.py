@@ -5,15 +5,13 @@ from collections.abc import Collection
 __all__ = ["leave_out"]
 
 
-def leave_out(steps: Collection[int], names: Collection[str] | None = None) -> None:
-    """Leave balancers out of the iterations `steps` (from 0) of the runs of this process, and of no other.
+def leave_out(steps: Collection[int]) -> None:
+    """Leave all balancers that a step can leave out, out of the iterations `steps` (from 0) of the runs of this
+    process, and of no other."""
+    from balancing.trials import TrialSchedule
 
-    names: the balancers; None for all that a step can leave out.
-    """
-    from balancing.trials import Trials
+    def left_out(self: TrialSchedule, iteration: int, off: frozenset[str]) -> frozenset[str]:
+        return frozenset(self.names) if iteration in steps else frozenset()
 
-    def left_out(self: Trials, iteration: int) -> frozenset[str]:
-        chosen = self.names if names is None else [name for name in self.names if name in names]
-        return frozenset(chosen) if iteration in steps else frozenset()
-
-    Trials.left_out, Trials.is_trial = left_out, lambda self, iteration: False  # type: ignore[method-assign]
+    TrialSchedule.left_out = left_out  # type: ignore[method-assign]
+    TrialSchedule.combination = lambda self, iteration: None  # type: ignore[method-assign]

@@ -1,23 +1,27 @@
 """Trials of balancers: which steps leave out what, and what is decided from their seconds."""
 
 import math
+import pickle
 
 import numpy as np
 import pytest
 
 from balancing.settings import SettingError
-from balancing.trials import ClockGain, TrialConfig, Trials, Verdict, median_gain
+from balancing.trials import ClockGain, LeftOut, TrialConfig, Trials, TrialSchedule, Verdict, median_gain
 
 
 class Job:
     """A job whose steps take a known time: 1 s, times `slower` of each balancer that is left out, and noise."""
 
-    def __init__(self, slower, steps, *, noise=0.02, config=None, first=0, seconds=None, seed=0):
-        self.trials = Trials(list(slower), config or TrialConfig(), steps=steps, first=first, seed=seed)
+    def __init__(self, slower, steps, *, noise=0.02, config=None, first=0, seconds=None, seed=0, delays=None):
+        schedule = TrialSchedule(list(slower), config or TrialConfig(), steps=steps, first=first, seed=seed)
+        self.trials = Trials(schedule, delays, switched := [0] * len(slower))
+        told, self.switched = [LeftOut(schedule, name, switched) for name in slower], switched
         self.ran, self.verdicts = [], {}
         random = np.random.default_rng(seed)
         for iteration in range(first, first + steps):
             left_out = self.trials.left_out(iteration)
+            assert left_out == {one.name for one in told if one(iteration)}, "one that is told in advance differs"
             self.ran.append(left_out)
             took = math.prod(slower[name](iteration) if callable(slower[name]) else slower[name] for name in left_out)
             took *= math.exp(noise * random.normal())
@@ -26,7 +30,7 @@ class Job:
             if self.trials.is_trial(iteration):
                 self.trials.add(iteration, took)
                 if self.trials.ends_round(iteration):
-                    self.verdicts[iteration] = self.trials.decide()
+                    self.verdicts[iteration] = self.trials.decide(iteration)
 
     def share(self, name):
         return sum(name in left_out for left_out in self.ran) / len(self.ran)
@@ -76,7 +80,7 @@ def test_a_block_has_each_combination_once_in_an_order_that_is_drawn():
         for block in range(0, len(ran), 4):
             assert len({*ran[block : block + 4]}) == 4
         orders.add(tuple(ran[:4]))
-        again = Trials(["experts", "sequences"], TrialConfig(), steps=1000, seed=seed)
+        again = Trials(TrialSchedule(["experts", "sequences"], TrialConfig(), steps=1000, seed=seed))
         assert [again.left_out(iteration) for iteration in range(20, end + 1)] == ran, "ranks would differ"
     assert len(orders) > 10
 
@@ -122,6 +126,29 @@ def test_what_is_off_runs_no_more_than_its_share(slower):
     assert sum(left_out != frozenset(slower) for left_out in job.ran[first + 1 :]) <= 0.01 * 20000
 
 
+def test_a_schedule_does_not_depend_on_the_order_of_questions():
+    asked = TrialSchedule(["experts", "sequences"], TrialConfig(), steps=9000, first=7, seed=3)
+    forward = [asked.combination(iteration) for iteration in range(9000)]
+    again = TrialSchedule(["experts", "sequences"], TrialConfig(), steps=9000, first=7, seed=3)
+    assert [again.combination(iteration) for iteration in reversed(range(9000))] == forward[::-1]
+    assert pickle.loads(pickle.dumps(asked)).combination(8030) == forward[8030] is not None
+
+
+def test_a_decision_on_what_is_prepared_in_advance_takes_effect_later():
+    """Steps that have been prepared by then run as they were prepared."""
+    job = Job({"sequences": 0.8}, 1000, delays={"sequences": 3})
+    (end,) = job.verdicts
+    assert job.ran[end + 1 : end + 4] == [frozenset()] * 3
+    assert all(left_out == {"sequences"} for left_out in job.ran[end + 4 :])
+    ahead = LeftOut(job.trials.schedule, "sequences", job.switched)
+    assert [ahead(iteration) for iteration in (end + 3, end + 4)] == [False, True]
+    again = Job(
+        {"sequences": lambda iteration: 0.8 if iteration < 1000 else 1.3}, 4000, delays={"sequences": 3}, noise=0.01
+    )
+    on = next(iteration for iteration, (verdict,) in again.verdicts.items() if verdict.changed and verdict.on)
+    assert again.ran[on + 1 : on + 5] == [{"sequences"}] * 3 + [frozenset()]
+
+
 def test_without_pairs_nothing_is_tried_and_all_stays_on():
     job = Job({"experts": 0.5}, 5000, config=TrialConfig(pairs=0))
     assert not any(job.ran) and job.verdicts == {}
@@ -136,7 +163,7 @@ def test_a_run_of_trials_alone():
 
 
 def test_a_block_of_which_a_step_is_missing_does_not_count():
-    trials = Trials(["experts"], TrialConfig(), steps=1000)
+    trials = Trials(TrialSchedule(["experts"], TrialConfig(), steps=1000))
     for iteration in range(20, 40):
         left_out = trials.left_out(iteration)
         if iteration not in (23, 30):
@@ -169,7 +196,7 @@ def test_lines_for_the_user():
 
 def test_bad_input():
     with pytest.raises(ValueError, match="4 balancers cannot be tried together"):
-        Trials(["a", "b", "c", "d"], TrialConfig())
+        TrialSchedule(["a", "b", "c", "d"], TrialConfig())
     for bad in ({"pairs": -1}, {"interval": 99}, {"share": 0.0}, {"steps": -1}):
         with pytest.raises(SettingError):
             TrialConfig(**bad)

@@ -14,7 +14,7 @@ from balancing.cluster import Cluster
 from balancing.sequences.planners.dealing import piece_area
 from balancing.sequences.sequence_plan import Shard, by_sequence, runs_of
 
-__all__ = ["Lengths", "shed_tails", "zigzag"]
+__all__ = ["Lengths", "shed_tails", "zigzag", "zigzag_of_rows"]
 
 Lengths = tuple[tuple[int, ...], ...]  # tokens of the sequences of each data-parallel rank
 
@@ -97,4 +97,29 @@ def zigzag(lengths: Lengths, ways: int) -> list[Shard]:
             for way in range(ways):
                 for piece in (way, 2 * ways - 1 - way):
                     shards.append(Shard(sequence, piece * size, (piece + 1) * size, replica * ways + way))
+    return shards
+
+
+def zigzag_of_rows(lengths: Lengths, ways: int) -> list[Shard]:
+    """The layout of packed pre-training: the sequences of a data-parallel rank, one after another, are cut as a whole.
+
+    lengths, ways: as in `zigzag`. Each context-parallel rank holds two of 2 x ways pieces of the packed row.
+
+    Raises ValueError for a row that does not cut into equal pieces.
+    """
+    shards, sequence = [], 0
+    for replica, of_rank in enumerate(lengths):
+        size, rest = divmod(sum(of_rank), 2 * ways)
+        if rest:
+            raise ValueError(
+                f"{sum(of_rank)} packed tokens do not cut into {2 * ways} pieces for {ways} context-parallel ranks; "
+                f"make the tokens of a micro-batch a multiple of {2 * ways}"
+            )
+        begin = 0
+        for length in of_rank:
+            for piece in range(begin // size, -(-(begin + length) // size)):
+                start, stop = max(piece * size - begin, 0), min((piece + 1) * size - begin, length)
+                way = min(piece, 2 * ways - 1 - piece)
+                shards.append(Shard(sequence, start, stop, replica * ways + way))
+            begin, sequence = begin + length, sequence + 1
     return shards

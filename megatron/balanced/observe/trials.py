@@ -5,7 +5,7 @@ So the host waits for the device, and ranks for each other, once a round.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from balancing.clock import CpuClock, CudaClock
 from balancing.report import event
-from balancing.trials import ClockGain, TrialConfig, Trials
+from balancing.trials import ClockGain, LeftOut, TrialConfig, Trials, TrialSchedule
 from megatron.balanced.cpu.device import is_cpu
 from megatron.balanced.shared.callbacks import StepCallback
 
@@ -26,6 +26,8 @@ class StepTrials(StepCallback):
     callbacks: of the loop. Those with a `trial_name` take part.
     config: settings.
     steps: of the run; None if unknown.
+    first: gives the first iteration of the run, once the balancers are there. None: that of the first step.
+    delays: steps from a decision until it takes effect, by `trial_name`.
     report: receives the events; None without a report.
     stop_after: told, in a run of trials alone, the iteration (from 0) after which the run shall stop.
     """
@@ -36,25 +38,27 @@ class StepTrials(StepCallback):
         config: TrialConfig,
         *,
         steps: int | None = None,
+        first: Callable[[], int] | None = None,
+        delays: Mapping[str, int] | None = None,
         report: Callable[[dict[str, Any]], None] | None = None,
         stop_after: Callable[[int], None] | None = None,
     ) -> None:
         self._callbacks, self._config, self._steps = callbacks, config, steps
+        self._first, self._delays = first, delays or {}
         self._report, self._stop_after = report, stop_after
         self._trials: Trials | None = None
         self._balancers: dict[str, StepCallback] = {}
+        self._switched = torch.zeros(0, dtype=torch.int64)
         self._clock = CpuClock() if is_cpu() else CudaClock()
         self._iteration, self._begin = 0, None
         self._timed: list[tuple[int, Any, Any]] = []  # iteration, and marks at its begin and end
 
     def begin_step(self, iteration: int, config: Any) -> None:
-        if self._trials is None:
-            self._start(iteration)
-        assert self._trials is not None
-        self._iteration, left_out = iteration, self._trials.left_out(iteration)
+        trials = self._start(iteration)
+        self._iteration, left_out = iteration, trials.left_out(iteration)
         for name, balancer in self._balancers.items():
             balancer.left_out = name in left_out
-        self._begin = self._clock.mark() if self._trials.is_trial(iteration) else None
+        self._begin = self._clock.mark() if trials.is_trial(iteration) else None
 
     def end_step(self) -> None:
         if self._begin is not None:
@@ -82,12 +86,25 @@ class StepTrials(StepCallback):
         """What each balancer gained in all trials so far, as `Trials.gains`."""
         return {} if self._trials is None else self._trials.gains()
 
-    def _start(self, iteration: int) -> None:
-        known = [callback for callback in self._callbacks if isinstance(callback, StepCallback)]
-        self._balancers = {callback.trial_name: callback for callback in known if callback.trial_name}
-        self._trials = Trials(list(self._balancers), self._config, steps=self._steps, first=iteration)
-        if self._config.steps and self._stop_after is not None:
-            self._stop_after(iteration + self._config.steps - 1)
+    def told_ahead(self, name: str) -> Callable[[int], bool]:
+        """Which iterations leave out the balancer of this `trial_name`, told before they begin, also in other
+        processes. Called when the balancers are there."""
+        assert self._first is not None
+        return LeftOut(self._start(self._first()).schedule, name, self._switched)  # type: ignore[arg-type]
+
+    def _start(self, iteration: int) -> Trials:
+        """The trials of a run whose first iteration is `iteration`, made at the first call."""
+        if self._trials is None:
+            known = [callback for callback in self._callbacks if isinstance(callback, StepCallback)]
+            self._balancers = {callback.trial_name: callback for callback in known if callback.trial_name}
+            self._switched = torch.zeros(len(self._balancers), dtype=torch.int64)
+            if any(self._delays.values()):  # others prepare steps, in processes that were started earlier
+                self._switched.share_memory_()
+            schedule = TrialSchedule(list(self._balancers), self._config, steps=self._steps, first=iteration)
+            self._trials = Trials(schedule, self._delays, self._switched)  # type: ignore[arg-type]
+            if self._config.steps and self._stop_after is not None:
+                self._stop_after(iteration + self._config.steps - 1)
+        return self._trials
 
     def _end_round(self) -> None:
         """Give the trials the seconds of the slowest rank, and tell what they decide."""
@@ -104,7 +121,7 @@ class StepTrials(StepCallback):
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
         for (iteration, *_), slowest in zip(timed, seconds.tolist(), strict=True):
             self._trials.add(iteration, slowest)
-        verdicts = {verdict.name: verdict for verdict in self._trials.decide()}
+        verdicts = {verdict.name: verdict for verdict in self._trials.decide(self._iteration)}
         if dist.get_rank():
             return
         for verdict in verdicts.values():

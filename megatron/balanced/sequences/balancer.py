@@ -78,8 +78,13 @@ class SequenceBalancer(StepCallback):
 
     @property
     def trial_name(self) -> str | None:  # type: ignore[override]
-        """A loader that has moved tokens in advance cannot leave a step out."""
-        return "sequences" if self._tokens.stay else None
+        """A loader that moves tokens in advance must be told in advance."""
+        return "sequences" if self._tokens.stay or self._tokens.told_ahead else None
+
+    @property
+    def _stays_out(self) -> bool:
+        """Whether the schedule runs as the loop has it."""
+        return self.left_out and self._tokens.stay
 
     def layers_moved(self) -> None:
         self._tokens.layers_moved()
@@ -89,12 +94,12 @@ class SequenceBalancer(StepCallback):
 
     def begin_schedule(self) -> None:
         self._record.begin()
-        if not self.left_out:
+        if not self._stays_out:
             self._tokens.begin_schedule()
 
     def end_schedule(self) -> None:
         """Check that all ranks of the domain followed the same plans, without waiting for the device."""
-        if self.left_out:
+        if self._stays_out:
             return
         self._tokens.end_schedule()
         if len({*self._gather([self._record.digest])[:, 0].tolist()}) > 1:
@@ -108,9 +113,9 @@ class SequenceBalancer(StepCallback):
         self._record.end()
 
     def end_step(self) -> None:
-        """Report what the ranks of the domain sent and waited for."""
+        """Report what the ranks of the domain sent and waited for, unless a trial leaves the step as it was drawn."""
         spent, batches = self._record.spent, self._record.end()
-        if not batches or self._report is None:
+        if not batches or self._report is None or self.left_out:
             return
         spent_by_rank = self._gather(spent)
         domain, cluster, shape = self._sharing.domain, self._sharing.cluster, self._sharing.shape

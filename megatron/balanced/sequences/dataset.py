@@ -14,7 +14,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, groupby
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +26,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
 from balancing.sequences.plan import PlanCache
 from balancing.sequences.sequence_plan import SequencePlan, area_of_first
 from megatron.balanced.sequences.domain import Domain, Sample
-from megatron.balanced.sequences.micro_batch_schedule import Steps, WholeSteps
+from megatron.balanced.sequences.micro_batch_schedule import LeftOutSteps, Steps, WholeSteps
 
 __all__ = [
     "INTEGERS",
@@ -62,6 +63,13 @@ class Rows:
         if self.fixed:
             return sample_tokens // self.ranks
         return -(-int(plan.linear_tokens.max()) // self.multiple) * self.multiple
+
+
+_Costs = Callable[[np.ndarray], np.ndarray | None]
+
+
+def _unknown(samples: np.ndarray) -> None:
+    """Costs of samples that are not asked for. They are left where they were drawn."""
 
 
 class _Document(NamedTuple):
@@ -123,6 +131,8 @@ class PlannedDataset(torch.utils.data.Dataset):
     padding: the token that samples are padded with at their end; None if they are always full.
     steps: distributes the documents of a step, or whole micro-batches of Megatron-LM, over its micro-batches. None
         leaves them where they were drawn.
+    left_out: the steps whose tokens stay where Megatron-LM has them; None for no step.
+    as_drawn: makes the plans of these steps, from lengths [data-parallel rank][document].
     """
 
     def __init__(
@@ -133,7 +143,10 @@ class PlannedDataset(torch.utils.data.Dataset):
         rows: Rows,
         padding: int | None,
         steps: Steps | WholeSteps | None = None,
+        left_out: LeftOutSteps | None = None,
+        as_drawn: PlanCache | None = None,
     ) -> None:
+        self._left_out, self._as_drawn = left_out, as_drawn
         self._dataset, self._planning, self._domain = dataset, planning, domain
         self._rows, self._padding, self._steps = rows, padding, steps
         # Of the latest step: its first sample, and the micro-batch of each document, or the samples of each micro-batch
@@ -154,10 +167,19 @@ class PlannedDataset(torch.utils.data.Dataset):
         the rows of each shift (0 where a document has ended), each padded at its end, a pickled `PlannedBatch` as
         "plan", and the milliseconds of planning as "plan_ms"."""
         begin = time.perf_counter()
-        drawn, chosen = self._micro_batch(indices)
+        stays = self._left_out is not None and self._left_out(indices[0])
+        drawn, chosen = self._micro_batch(indices, stays)
         spent = (time.perf_counter() - begin) * 1e3
         documents = [drawn.documents[number] for number in chosen]
-        plan, programs, milliseconds = self._planning([document.tokens for document in documents])
+        origins = tuple(drawn.samples[document.sample].origin for document in documents)
+        lengths = [document.tokens for document in documents]
+        if stays:
+            assert self._as_drawn is not None
+            by_origin = groupby(zip(origins, lengths, strict=True), itemgetter(0))
+            of_origins = [tuple(length for _, length in group) for _, group in by_origin]
+            plan, programs, milliseconds = self._as_drawn(of_origins)  # type: ignore[arg-type]
+        else:
+            plan, programs, milliseconds = self._planning(lengths)
         rows = self._rows.of(plan, drawn.size)
         size = rows * (1 + self._rows.shifts)
         batch = {name: torch.zeros(size, dtype=torch.int64) for name in INTEGERS}
@@ -177,20 +199,21 @@ class PlannedDataset(torch.utils.data.Dataset):
         # Padding repeats a token of the micro-batch: the gradient of a weight is a sum over all rows, and 0 times the
         # embedding of a token that the data does not have may be NaN.
         batch["tokens"].view(-1, rows)[:, len(places.samples) :] = batch["tokens"][0]
-        origins = tuple(drawn.samples[document.sample].origin for document in documents)
         planned = pickle.dumps(PlannedBatch(plan, programs, origins, chosen))
         return [batch | {"plan": planned, "plan_ms": milliseconds + spent}]
 
-    def _micro_batch(self, indices: Sequence[int]) -> tuple["_Drawn", tuple[int, ...]]:
-        """Samples and indices of the documents that run in the micro-batch in which this rank has `indices`."""
-        areas = partial(sample_areas, self._dataset)
+    def _micro_batch(self, indices: Sequence[int], stays: bool) -> tuple["_Drawn", tuple[int, ...]]:
+        """Samples and indices of the documents that run in the micro-batch in which this rank has `indices`. stays:
+        whether they are those that Megatron-LM has there."""
+        areas: _Costs = _unknown if stays else partial(sample_areas, self._dataset)
         if not isinstance(self._steps, Steps):
             if self._steps is None:
                 samples = self._domain.samples(indices, areas)
             else:
                 first, micro_batch = self._steps.place(indices)
                 if self._latest_whole is None or self._latest_whole[0] != first:
-                    costs = partial(sample_costs, self._dataset, cost=self._steps.cost)
+                    costs: _Costs = partial(sample_costs, self._dataset, cost=self._steps.cost)
+                    costs = _unknown if stays else costs
                     self._latest_whole = first, self._steps.of(indices, self._domain, costs)
                 samples = self._latest_whole[1][micro_batch]
             drawn = self._draw(samples)
@@ -200,7 +223,9 @@ class PlannedDataset(torch.utils.data.Dataset):
             drawn = self._draw(step.samples)
             origins = [drawn.samples[document.sample].origin for document in drawn.documents]
             lengths = [document.tokens for document in drawn.documents]
-            deal = self._steps.deal(lengths, np.array(origins) // self._domain.origins)
+            deal = np.array(origins) // self._domain.origins
+            if not stays:
+                deal = self._steps.deal(lengths, deal)
             self._latest = step.first, drawn, deal
         _, drawn, deal = self._latest
         return drawn, tuple(np.flatnonzero(deal == step.micro_batch).tolist())

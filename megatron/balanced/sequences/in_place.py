@@ -78,7 +78,7 @@ class AttentionInPlace(Tokens):
         return True
 
     def attach(self, chunks: list[Any], sharing: Sharing) -> None:
-        self._chunks, self._sharing, planner = chunks, sharing, sharing.planner
+        self._chunks, self._sharing, planner = chunks, sharing, sharing.planner()
         self._planned = PlanCache(planner.plan_in_place, planner.compile)  # type: ignore[arg-type]
         self.layers_moved()
 

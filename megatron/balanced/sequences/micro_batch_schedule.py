@@ -23,7 +23,7 @@ from balancing.sequences.planners.groups import deal_areas
 from balancing.sequences.planners.micro_batch_packing import whole_costs
 from megatron.balanced.sequences.domain import Domain, Sample
 
-__all__ = ["Step", "StepSeconds", "Steps", "WholeSteps"]
+__all__ = ["LeftOutSteps", "Step", "StepSeconds", "Steps", "WholeSteps"]
 
 _FORWARD = 0.32  # fraction of the seconds of both passes: a third in linear layers, less in attention
 
@@ -55,6 +55,26 @@ class Step:
     first: int
     micro_batch: int
     samples: list[Sample]
+
+
+@dataclass(frozen=True)
+class LeftOutSteps:
+    """Which steps leave their tokens where Megatron-LM has them.
+
+    samples: of a step, on all data-parallel ranks.
+    first: sample with which the first step of this run begins.
+    iteration: number of this step.
+    left_out: tells it of an iteration.
+    """
+
+    samples: int
+    first: int
+    iteration: int
+    left_out: Callable[[int], bool]
+
+    def __call__(self, index: int) -> bool:
+        """Whether the step with sample `index` does."""
+        return self.left_out(self.iteration + (index - self.first) // self.samples)
 
 
 @dataclass(frozen=True)

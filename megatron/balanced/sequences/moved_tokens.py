@@ -32,7 +32,7 @@ from megatron.balanced.sequences.dataset import INTEGERS, PlannedBatch, PlannedD
 from megatron.balanced.sequences.domain import LossTokens
 from megatron.balanced.sequences.events import MicroBatch
 from megatron.balanced.sequences.mamba import DocumentOrder, document_rows
-from megatron.balanced.sequences.micro_batch_schedule import Steps, StepSeconds, WholeSteps
+from megatron.balanced.sequences.micro_batch_schedule import LeftOutSteps, Steps, StepSeconds, WholeSteps
 from megatron.balanced.sequences.packed_messages import expect, expect_one_size
 from megatron.balanced.sequences.prediction import Prediction
 from megatron.balanced.sequences.router import tell_routers
@@ -54,6 +54,7 @@ class Batches:
     job: the run.
     step_samples: samples of a step, of all ranks.
     trained_samples: gives the samples of earlier steps, once a checkpoint is loaded.
+    trained_steps: gives the number of these steps, then.
     group: micro-batches that an interleaved pipeline groups together; None for the number of stages.
     conversations: whether samples are conversations, which are padded.
     masks_documents: whether the documents of a sample do not attend to each other.
@@ -61,11 +62,14 @@ class Batches:
     one_size: whether every micro-batch must have the same number of rows on each rank.
     tells_samples: whether a router loss needs the sample of each token.
     passes_states: whether layers pass a state from each token of a document to the next.
+    left_out: gives what tells which iterations trials leave out, once a checkpoint is loaded. None if nobody can tell
+        by then.
     """
 
     job: Job
     step_samples: int
     trained_samples: Callable[[], int]
+    trained_steps: Callable[[], int]
     group: int | None
     conversations: bool
     masks_documents: bool
@@ -73,6 +77,7 @@ class Batches:
     one_size: bool
     tells_samples: bool
     passes_states: bool
+    left_out: Callable[[], Callable[[int], bool]] | None = None
 
 
 class MovedBatch(NamedTuple):
@@ -139,6 +144,12 @@ class MovedTokens(Tokens):
             tell_routers(model)
 
     @property
+    def told_ahead(self) -> bool:
+        """Over context-parallel ranks Megatron-LM pads each message of a conversation."""
+        cuts = self.sharing.domain.ranks > self.sharing.domain.origins
+        return self._batches.left_out is not None and not (self._batches.conversations and cuts)
+
+    @property
     def padded(self) -> bool:
         return not self._batches.masks_documents or self._batches.conversations
 
@@ -149,19 +160,30 @@ class MovedTokens(Tokens):
 
         def build(sizes: list[int | None], vp_stage: int | None = None) -> tuple[Any, ...]:
             train, *others = provider(sizes, vp_stage=vp_stage)
-            return self._planned(train, self._steps or self._whole_steps), *map(self._planned, others)
+            return self._planned(train, self._steps or self._whole_steps, self._left_out), *map(self._planned, others)
 
         build.is_distributed = True  # type: ignore[attr-defined]
         return build
 
-    def _planned(self, dataset: Any, steps: Steps | WholeSteps | None = None) -> Any:
+    def _planned(
+        self, dataset: Any, steps: Steps | WholeSteps | None = None, left_out: LeftOutSteps | None = None
+    ) -> Any:
         if dataset is None or isinstance(dataset, list):
-            return dataset and [self._planned(part, steps) for part in dataset]
+            return dataset and [self._planned(part, steps, left_out) for part in dataset]
         padding = dataset.config.tokenizer.pad if self._batches.conversations else None
-        planner = self.sharing.planner
+        planner = self.sharing.planner(cuts_documents=not self._batches.masks_documents)
         rows = replace(self._rows, fixed=False) if isinstance(steps, Steps) else self._rows
         planning = PlanCache(planner.plan, planner.compile)
-        return PlannedDataset(dataset, planning, self.sharing.domain, rows, padding, steps)
+        as_drawn = PlanCache(planner.plan_as_drawn, planner.compile)  # type: ignore[arg-type]
+        return PlannedDataset(dataset, planning, self.sharing.domain, rows, padding, steps, left_out, as_drawn)
+
+    @cached_property
+    def _left_out(self) -> LeftOutSteps | None:
+        batches = self._batches
+        if batches.left_out is None or not self.told_ahead:
+            return None
+        run = batches.step_samples, batches.trained_samples(), batches.trained_steps()
+        return LeftOutSteps(*run, batches.left_out())
 
     @property
     def _rows(self) -> Rows:

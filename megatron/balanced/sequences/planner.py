@@ -2,14 +2,15 @@
 
 from dataclasses import dataclass
 from itertools import chain
+from operator import itemgetter
 
 from balancing.cluster import Cluster
 from balancing.sequences import AttentionShape, SequencePlan, plan_attention, plan_sequences
 from balancing.sequences.config import SequenceConfig
 from balancing.sequences.engine.compiler import RankProgram, compile_rank
 from balancing.sequences.engine.routing import TokenBytes
-from balancing.sequences.planners.minimal_reshard import Lengths, zigzag
-from balancing.sequences.sequence_plan import layer_kinds
+from balancing.sequences.planners.minimal_reshard import Lengths, zigzag, zigzag_of_rows
+from balancing.sequences.sequence_plan import layer_kinds, same_exchange
 
 __all__ = ["Planner", "Programs"]
 
@@ -27,6 +28,7 @@ class Planner:
     rank: index of this rank among them.
     shape: of the model's attention.
     token_bytes: of a token in the attention of this rank.
+    cuts_documents: whether Megatron-LM cuts each document over context-parallel ranks, and not the packed row.
     """
 
     config: SequenceConfig
@@ -34,6 +36,7 @@ class Planner:
     rank: int
     shape: AttentionShape
     token_bytes: TokenBytes
+    cuts_documents: bool = False
 
     def plan(self, lengths: tuple[int, ...]) -> SequencePlan:
         """The plan of a micro-batch whose tokens may be anywhere. lengths: tokens of each document."""
@@ -54,6 +57,18 @@ class Planner:
         linear = zigzag(lengths, self.cluster.world_size // len(lengths))
         flat = tuple(chain.from_iterable(lengths))
         return plan_attention(flat, linear, self.cluster, shape=self.shape, method=self.config.planner)
+
+    def plan_as_drawn(self, lengths: Lengths) -> SequencePlan:
+        """The plan of a micro-batch whose tokens are where Megatron-LM would have them.
+
+        lengths: tokens of the documents of each data-parallel rank.
+        """
+        ranks = self.cluster.world_size
+        ways = ranks // len(lengths)
+        cut = zigzag if self.cuts_documents or ways == 1 else zigzag_of_rows
+        layout = tuple(sorted(cut(lengths, ways), key=itemgetter(3, 0, 1)))
+        flat = tuple(chain.from_iterable(lengths))
+        return SequencePlan(flat, ranks, "given", layout, layout, same_exchange(layout, flat, "gather"))
 
     def compile(self, plan: SequencePlan) -> Programs:
         """The programs of this rank for a plan."""

@@ -106,10 +106,10 @@ class Sharing:
             StepRecord(timed),
         )
 
-    @property
-    def planner(self) -> Planner:
+    def planner(self, *, cuts_documents: bool = False) -> Planner:
+        """Makes plans. cuts_documents: as in `Planner`."""
         token_bytes = bytes_of_token(self.shape, self.model)
-        return Planner(self.config, self.cluster, self.domain.rank, self.shape, token_bytes)
+        return Planner(self.config, self.cluster, self.domain.rank, self.shape, token_bytes, cuts_documents)
 
 
 class Tokens:
@@ -118,6 +118,12 @@ class Tokens:
     @property
     def stay(self) -> bool:
         """Whether a schedule may run as the loop has it, without plans."""
+        return False
+
+    @property
+    def told_ahead(self) -> bool:
+        """Whether who reads the data has been told which schedules trials leave out. Tokens are then where the loop,
+        without balancing, would have them."""
         return False
 
     @property

@@ -34,6 +34,7 @@ from megatron.balanced.shared.job import Job
 from megatron.balanced.shared.process_groups import SocketLimitError
 from megatron.balanced.trainer import patches
 from megatron.balanced.trainer.checks.checkpoints import KERNEL_ARGUMENT, kernel_of_checkpoint, nothing_to_load
+from megatron.balanced.trainer.checks.sequences import steps_ahead
 from megatron.balanced.trainer.config import BalanceConfig, cluster_from_flags
 from megatron.balanced.trainer.data import forward_step, is_packed, train_valid_test_datasets
 from megatron.balanced.trainer.dry_run import plan_lines
@@ -129,19 +130,23 @@ def _features(
     if note is not None:
         for callback in (*model_callbacks, *caller_callbacks):
             callback.report = note
+    left_out = None
     if (config.experts.enabled or config.sequences.enabled) and (config.trials.pairs or config.trials.steps):
-        features.append(
-            StepTrials(
-                registered,
-                config.trials,
-                steps=args.train_iters,
-                report=note,
-                stop_after=lambda iteration: setattr(args, "exit_interval", iteration + 1),
-            )
+        trials = StepTrials(
+            registered,
+            config.trials,
+            steps=args.train_iters,
+            first=lambda: args.iteration,
+            delays={"sequences": steps_ahead(args)},
+            report=note,
+            stop_after=lambda iteration: setattr(args, "exit_interval", iteration + 1),
         )
+        features.append(trials)
+        if args.dataloader_type == "single" and not args.rampup_batch_size:  # a sample tells its iteration
+            left_out = partial(trials.told_ahead, "sequences")
     features += model_callbacks
     if config.sequences.enabled:
-        tokens = MovedTokens(_batches(args, config, job), update_seqlen_stats_from_cu_seqlens)
+        tokens = MovedTokens(_batches(args, config, job, left_out), update_seqlen_stats_from_cu_seqlens)
         shared = {"config": config.sequences, "job": job, "cluster": cluster, "report": note, "tokens": tokens}
         features.append(partial(_sequence_balancer, args, shared | {"had_kernel": kernel_of_checkpoint(args)}))
         model.pre_wrap_hooks.append(use_document_positions)
@@ -181,11 +186,14 @@ def _expert_balancer(
     return ExpertBalancer(chunks, config, job=job, cluster=cluster, report=note, reserved=reserved)
 
 
-def _batches(args: argparse.Namespace, config: BalanceConfig, job: Job) -> Batches:
+def _batches(
+    args: argparse.Namespace, config: BalanceConfig, job: Job, left_out: Callable[[], Callable[[int], bool]] | None
+) -> Batches:
     return Batches(
         job,
         step_samples=args.global_batch_size,
         trained_samples=lambda: args.consumed_train_samples,
+        trained_steps=lambda: args.iteration,
         group=args.microbatch_group_size_per_vp_stage,
         conversations=bool(args.sft),
         masks_documents=bool(args.dataloader_inter_document_masking),
@@ -193,6 +201,7 @@ def _batches(args: argparse.Namespace, config: BalanceConfig, job: Job) -> Batch
         one_size=why_of_one_size(args) is not None,
         tells_samples=routes_by_sample(args, config.sequences),
         passes_states="M" in (args.hybrid_layer_pattern or ""),
+        left_out=left_out,
     )
 
 

@@ -25,7 +25,7 @@ from megatron.balanced.trainer.sequence_rules import (
     why_whole,
 )
 
-__all__ = ["check_data_domain", "check_sequences"]
+__all__ = ["check_data_domain", "check_sequences", "steps_ahead"]
 
 _PREFETCHED = 2  # micro-batches that each worker of Megatron-LM's data loaders prefetches, PyTorch's default
 
@@ -147,6 +147,11 @@ def _check_dealt(args: argparse.Namespace) -> list[str]:
         f"--sequence-micro-batches reads all {number} micro-batches of a step before it begins, and data loaders hold "
         f"{ready} of them ready; with --num-workers {-(-number // _PREFETCHED)} the device does not wait for the others"
     ]
+
+
+def steps_ahead(args: argparse.Namespace) -> int:
+    """Steps whose micro-batches data loaders may have begun to read when a step ends."""
+    return -(-_PREFETCHED * args.num_workers // _micro_batches(args))
 
 
 def _micro_batches(args: argparse.Namespace) -> int:
