@@ -16,12 +16,15 @@ steps, and decides. It communicates with nobody: ranks that give it the same sec
 import math
 from collections.abc import Mapping, MutableSequence, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from balancing.settings import check_settings, setting
 
-__all__ = ["ClockGain", "LeftOut", "TrialConfig", "TrialSchedule", "Trials", "Verdict", "median_gain"]
+__all__ = [
+    "ClockGain", "LeftOut", "Pair", "TrialConfig", "TrialSchedule", "Trials", "Verdict", "median_gain", "product",
+]  # fmt: skip
 
 _CONFIDENCE = 0.95
 _WARM_UP = 20  # steps before the first round
@@ -71,6 +74,23 @@ class ClockGain:
         return f"{self.ratio:.2f}x ({self.low:.2f} to {self.high:.2f}, {self.pairs} pairs)"
 
 
+class Pair(NamedTuple):
+    """Two steps, without a balancer and with it. iteration: of the later one. ratio: their seconds, one over the
+    other."""
+
+    iteration: int
+    ratio: float
+
+
+def product(gains: Sequence[ClockGain]) -> ClockGain:
+    """What several balancers gained together, of which each was measured by itself. gains: at least one.
+
+    Its interval is that of all gains at their lower ends, and at their upper ends, so it is wider than it need be.
+    """
+    ratio, low, high = (math.prod(getattr(gain, end) for gain in gains) for end in ("ratio", "low", "high"))
+    return ClockGain(ratio, low, high, min(gain.pairs for gain in gains))
+
+
 @dataclass(frozen=True)
 class Verdict:
     """What a round of trials says of one balancer. on: whether it is on from now on. changed: whether it was not."""
@@ -90,15 +110,15 @@ class Verdict:
         return f"{self.name} off: with it steps take {slower} the time"
 
 
-def median_gain(logarithms: Sequence[float]) -> ClockGain | None:
-    """The median of ratios and its interval, from their logarithms; None without any.
+def median_gain(ratios: Sequence[float]) -> ClockGain | None:
+    """The median of ratios and its interval; None without any.
 
     The interval lies between the k-th smallest and the k-th largest ratio, with the largest k for which the sign test
     keeps 95 % (Conover, Practical Nonparametric Statistics, section 3.2).
     """
-    if not len(logarithms):
+    if not len(ratios):
         return None
-    values = np.sort(np.asarray(logarithms, dtype=float))
+    values = np.sort(np.log(np.asarray(ratios, dtype=float)))  # whose median is that of the inverse ratios, too
     number, tail, outside = len(values), 0.0, 0
     while (tail := tail + math.comb(number, outside) / 2**number) <= (1 - _CONFIDENCE) / 2:
         outside += 1
@@ -226,6 +246,9 @@ class Trials:
     delays: balancer -> steps from a decision until it takes effect, for balancers that prepare steps in advance.
     switched: one number for each balancer, 0 at first: when it was last switched, as `LeftOut` reads it. Other
         processes may read it, too.
+
+    `pairs` are those so far by balancer, "together" of all that steps leave out if there are several, and "layers" of
+    steps before and after moves.
     """
 
     def __init__(
@@ -236,8 +259,10 @@ class Trials:
     ) -> None:
         self.schedule, self.names, self._delays = schedule, schedule.names, delays or {}
         self._switched = [0] * len(self.names) if switched is None else switched
-        self._logarithms: dict[str, list[float]] = {name: [] for name in self.names}
-        self._together: list[float] = []
+        self.pairs: dict[str, list[Pair]] = {name: [] for name in self.names}
+        if len(self.names) > 1:
+            self.pairs["together"] = []
+        self._moves: list[ClockGain] = []
         self._block: dict[int, float] = {}  # combination -> seconds, of the block in progress
 
     def off(self, iteration: int) -> frozenset[str]:
@@ -249,6 +274,10 @@ class Trials:
     def left_out(self, iteration: int) -> frozenset[str]:
         """The balancers that step `iteration` leaves out."""
         return self.schedule.left_out(iteration, self.off(iteration))
+
+    def is_odd(self, iteration: int) -> bool:
+        """Whether `iteration` runs otherwise than the steps around it."""
+        return self.left_out(iteration) != self.off(iteration)
 
     def is_trial(self, iteration: int) -> bool:
         """Whether the seconds of `iteration` are wanted."""
@@ -265,24 +294,39 @@ class Trials:
             return
         if self.schedule.begins_block(iteration):
             self._block = {}
-        self._block[combination] = math.log(seconds)
+        self._block[combination] = seconds
         if len(self._block) < self.schedule.length:
             return
         for bit, name in enumerate(self.names):
-            self._logarithms[name] += [
-                self._block[others | 1 << bit] - self._block[others]
+            self.pairs[name] += [
+                Pair(iteration, self._block[others | 1 << bit] / self._block[others])
                 for others in range(self.schedule.length)
                 if not others >> bit & 1
             ]
-        self._together.append(self._block[self.schedule.length - 1] - self._block[0])
+        if "together" in self.pairs:
+            self.pairs["together"].append(Pair(iteration, self._block[self.schedule.length - 1] / self._block[0]))
         self._block = {}
 
+    def add_move(self, iteration: int, before: Sequence[float], after: Sequence[float]) -> None:
+        """Layers have moved: seconds of steps before and after, without trials among them, in order. The nearest ones
+        are compared first. iteration: the last of these steps."""
+        pairs = [Pair(iteration, one / other) for one, other in zip(reversed(before), after, strict=False)]
+        gain = median_gain([pair.ratio for pair in pairs])
+        if gain is not None and gain.pairs >= _FEWEST:
+            self._moves.append(gain)
+            self.pairs.setdefault("layers", []).extend(pairs)
+
     def gains(self) -> dict[str, ClockGain]:
-        """What each balancer gained in all trials so far, and "together" all of them if there are several."""
-        found = {name: median_gain(values) for name, values in self._logarithms.items()}
-        if len(self.names) > 1:
-            found["together"] = median_gain(self._together)
-        return {name: gain for name, gain in found.items() if gain is not None}
+        """What each balancer gained in all trials so far, layers in all moves, and "together" all of them if there are
+        several."""
+        found = {name: median_gain([pair.ratio for pair in pairs]) for name, pairs in self.pairs.items()}
+        gains = {name: gain for name, gain in found.items() if gain is not None}
+        if self._moves:
+            both = gains.pop("together", None) or (gains[self.names[0]] if self.names and len(gains) > 1 else None)
+            gains["layers"] = product(self._moves)
+            if both is not None:
+                gains["together"] = product([both, gains["layers"]])
+        return gains
 
     def decide(self, iteration: int) -> list[Verdict]:
         """Switch balancers on and off by the latest pairs, at the end of a round. Returns what it says of each.
@@ -291,7 +335,7 @@ class Trials:
         """
         verdicts = []
         for bit, name in enumerate(self.names):
-            gain = median_gain(self._logarithms[name][-_RECENT:])
+            gain = median_gain([pair.ratio for pair in self.pairs[name][-_RECENT:]])
             if gain is None:
                 continue
             was_on = int(self._switched[bit]) <= 0

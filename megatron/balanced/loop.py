@@ -52,7 +52,9 @@ class Balancers:
             raise ValueError(f"{kinds[0].__name__} is given twice; a model has one balancer of a kind")
         self._balancers, self._before = Callbacks(balancers), before
         if trials is not None:
-            self._balancers.insert(0, StepTrials(balancers, trials))
+            moving = [balancer for balancer in balancers if isinstance(balancer, LayerBalancer)]
+            aside = moving[0].set_aside if moving else None
+            self._balancers.insert(0, StepTrials(balancers, trials, moves=bool(moving), set_aside=aside))
         chunks = [chunk for balancer in balancers for chunk in getattr(balancer, "chunks", ())]
         self._chunks = set(map(id, chunks))
         for chunk in chunks:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from balancing.settings import SettingError
-from balancing.trials import ClockGain, LeftOut, TrialConfig, Trials, TrialSchedule, Verdict, median_gain
+from balancing.trials import ClockGain, LeftOut, TrialConfig, Trials, TrialSchedule, Verdict, median_gain, product
 
 
 class Job:
@@ -126,6 +126,21 @@ def test_what_is_off_runs_no_more_than_its_share(slower):
     assert sum(left_out != frozenset(slower) for left_out in job.ran[first + 1 :]) <= 0.01 * 20000
 
 
+def test_moves_of_layers_are_compared_by_themselves_and_multiplied():
+    trials = Trials(TrialSchedule(["experts"], TrialConfig(steps=40)))
+    trials.add_move(30, [9.0, *[1.2] * 9], [1.0] * 10)  # the first step is compared with the last
+    assert trials.gains() == {"layers": ClockGain(*[pytest.approx(1.2)] * 3, 10)}
+    assert [pair.ratio for pair in trials.pairs["layers"]] == pytest.approx([1.2] * 9 + [9.0])
+    trials.add_move(60, [1.0] * 8, [1.1] * 10)
+    trials.add_move(90, [5.0] * 5, [1.0] * 10)  # too few
+    assert trials.gains()["layers"] == ClockGain(*[pytest.approx(1.2 / 1.1)] * 3, 8)
+    for iteration in range(4, 40):
+        trials.add(iteration, 1.5 if trials.left_out(iteration) else 1.0)
+    assert trials.gains()["together"].ratio == pytest.approx(1.5 * 1.2 / 1.1)
+    assert [*trials.gains()] == ["experts", "layers", "together"]
+    assert product([ClockGain(1.2, 1.1, 1.3, 10), ClockGain(2, 1, 4, 8)]) == ClockGain(2.4, 1.1, 5.2, 8)
+
+
 def test_a_schedule_does_not_depend_on_the_order_of_questions():
     asked = TrialSchedule(["experts", "sequences"], TrialConfig(), steps=9000, first=7, seed=3)
     forward = [asked.combination(iteration) for iteration in range(9000)]
@@ -173,12 +188,12 @@ def test_a_block_of_which_a_step_is_missing_does_not_count():
 
 def test_the_interval_is_that_of_the_sign_test():
     assert median_gain([]) is None
-    few = median_gain([math.log(2)] * 5)
+    few = median_gain([2.0] * 5)
     assert few is not None and (few.ratio, few.low, few.high) == (pytest.approx(2), 0.0, math.inf)
-    ten = median_gain([math.log(value) for value in range(1, 11)])
+    ten = median_gain(range(1, 11))
     assert ten is not None and (ten.low, ten.high) == (pytest.approx(2), pytest.approx(9))
     random = np.random.default_rng(0)
-    found = [median_gain(random.standard_cauchy(9)) for _ in range(2000)]
+    found = [median_gain(np.exp(np.clip(random.standard_cauchy(9), -99, 99))) for _ in range(2000)]
     missed = sum(not gain.low <= 1 <= gain.high for gain in found)
     assert missed / 2000 < 0.05
 

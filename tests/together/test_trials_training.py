@@ -8,6 +8,7 @@ import pytest
 
 from tests.support.events import events_in
 from tests.support.leave_out import leave_out
+from tests.support.moving import Plans, move_at
 from tests.support.program import parse
 from tests.support.settings import settings
 from tests.support.training import EXACT, MOCK_DATA, MODEL, RankRun, assert_close, train, train_rank, watch
@@ -158,3 +159,56 @@ def _report(folder: Any) -> str:
     text = io.StringIO()
     print_summary(summarize(read_history(folder)), text)
     return text.getvalue()
+
+
+def _with_layers(argv: list[str], moves: Plans, left_out: tuple[int, ...]) -> tuple[str, list[int]]:
+    """Train this rank with layers that move, on a clock by which steps take 1.2 s at first, long around a move, and 1 s
+    afterwards. Returns what was printed, and the iterations that layers were planned from."""
+    import contextlib
+    import io
+
+    from megatron.balanced.layers.planning import LayerPlanner
+    from megatron.balanced.observe import trials
+    from megatron.balanced.shared.callbacks import registered
+
+    first, planned, add = min(moves, default=100), [], LayerPlanner.add
+
+    class Clock:
+        def mark(self) -> float:
+            (here,) = (one for one in registered if isinstance(one, trials.StepTrials))
+            return 1.2 if here._iteration < first else 50.0 if here._iteration < first + 4 else 1.0
+
+        def seconds(self, origin: float, begin: float, end: float) -> tuple[float, float, float]:
+            return 0.0, end, end
+
+    def added(self: Any, iteration: int, *rest: Any) -> None:
+        planned.append(iteration)
+        add(self, iteration, *rest)
+
+    trials.CpuClock = Clock  # type: ignore[misc,assignment]
+    LayerPlanner.add = added  # type: ignore[method-assign]
+    if moves:
+        move_at(moves)
+    if left_out:
+        leave_out(left_out)
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        train_rank(argv, False)
+    return said.getvalue(), planned
+
+
+LAYERS = "--num-layers 4 --pipeline-model-parallel-size 2 --balance-layers --layer-balance-interval 100"
+
+
+def test_steps_before_a_move_of_layers_are_compared_with_steps_after_it(pool, tmp_path):
+    """Without the step of the move, and without those in which layers settle."""
+    argv = [*MODEL, *MOCK_DATA, *f"{LAYERS} --train-iters 40 --balance-report {tmp_path}".split()]
+    said = "".join(text for text, _ in pool.run(2, _with_layers, argv, {15: ((3,), (1,))}, ()))
+    assert said.count("> gained, by the clock: layers 1.20x (1.20 to 1.20, 10 pairs)\n") == 1
+    (line,) = events_in(tmp_path, balancer="layers", action="trial")
+    assert line["pair_ratios"] == pytest.approx([1.2] * 10) and {*line["pair_iterations"]} == {29}
+
+
+def test_layers_are_not_planned_from_steps_that_leave_experts_out(pool):
+    argv = [*BASE, *f"{LAYERS} --train-iters 12 --balance-experts".split()]
+    for _, planned in pool.run(4, _with_layers, argv, {}, (4, 5, 8)):
+        assert planned == [1, 2, 3, 6, 7, 9, 10]

@@ -155,6 +155,10 @@ class LayerBalancer(StepCallback):
             self.decide(iteration)
         self._passed_on.begin_step(self.iteration, config)
 
+    def set_aside(self) -> None:
+        """The next schedule runs otherwise than others, so layers do not move by what it takes."""
+        self._observer.set_aside()
+
     def begin_schedule(self) -> None:
         self._passed_on.begin_schedule()
 

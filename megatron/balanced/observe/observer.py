@@ -37,7 +37,7 @@ class Observer(StepCallback):
     splits_rows: whether context-parallel ranks split a packed row as a whole, and not each document by itself.
 
     The attribute `measured` is (iteration from 0, record of this rank) of the last iteration that the device has
-    finished. It is None unless `measures`.
+    finished. It is None unless `measures`, and for an iteration that was set aside.
     """
 
     def __init__(
@@ -50,6 +50,7 @@ class Observer(StepCallback):
         clock = CpuClock() if is_cpu() else CudaClock()
         self._hooks = TimingHooks(clock, counts_tokens=self._writer is not None)
         self._steps: list[Step] = []  # not written yet
+        self._aside = False  # whether the step in progress is set aside
 
     @property
     def weight_gradients(self) -> Callable[[torch.nn.Module, int], AbstractContextManager[None]]:
@@ -123,6 +124,10 @@ class Observer(StepCallback):
 
     # The step, and the record of it.
 
+    def set_aside(self) -> None:
+        """The step that has just begun, or begins next, runs otherwise than the others. It is only for the report."""
+        self._aside = True
+
     def stop_measuring(self) -> None:
         """From now on, measure only for the report."""
         self._measures = False
@@ -139,12 +144,14 @@ class Observer(StepCallback):
         self._hooks.begin_call()
 
     def end_step(self) -> None:
+        aside, self._aside = self._aside, False
         if self.step is None:
             return
+        self.step.aside = aside
         self._steps.append(self._hooks.end_step())
         # The step that just ended may still be running on the device; the ones before it are not.
         self.measured = None
-        if self._measures and len(self._steps) > 1:
+        if self._measures and len(self._steps) > 1 and not self._steps[-2].aside:
             before = self._steps[-2]
             before.record = self._record(before)
             self.measured = before.iteration, before.record
@@ -156,6 +163,7 @@ class Observer(StepCallback):
 
     def abandon_schedule(self) -> None:
         """Drop what was measured of a step that has failed."""
+        self._aside = False
         if self.step is not None:
             self._hooks.end_step()
 

@@ -51,6 +51,7 @@ class Step:
     expert_tokens: by layer, int64 [experts]; on the host once the device has passed the end of the step.
     events: of balancers, or functions that return them once the device has passed the end of the step.
     record: made from the marks when they are read.
+    aside: whether the step ran otherwise than the others, as trials let it.
     """
 
     iteration: int
@@ -65,6 +66,7 @@ class Step:
     expert_tokens: dict[int, torch.Tensor] = field(default_factory=dict)
     events: list[dict[str, Any] | Callable[[], dict[str, Any]]] = field(default_factory=list)
     record: RankRecord | None = None
+    aside: bool = False
 
 
 class TimingHooks:

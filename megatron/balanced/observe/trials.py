@@ -1,23 +1,36 @@
 """Runs trials of balancers (`balancing.trials`) in a training loop: leaves them out of single steps and takes the time.
 
-The time of a step is that of its slowest rank, by marks on the device that are read when a round of trials has ended.
-So the host waits for the device, and ranks for each other, once a round.
+Layers would have to move back to be left out. Instead, the last steps before a move are compared with steps after it.
+The time of a step is that of its slowest rank, by marks on the device that are read when a round of trials, or the
+steps after a move, have ended. So the host waits for the device, and ranks for each other, once a round.
 """
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from balancing.clock import CpuClock, CudaClock
 from balancing.report import event
-from balancing.trials import ClockGain, LeftOut, TrialConfig, Trials, TrialSchedule
+from balancing.trials import ClockGain, LeftOut, Pair, TrialConfig, Trials, TrialSchedule
 from megatron.balanced.cpu.device import is_cpu
 from megatron.balanced.shared.callbacks import StepCallback
 
 __all__ = ["StepTrials"]
+
+_WINDOW = 10  # steps before a move, and after it, that are compared
+_SETTLE = 3  # steps after a move that are not: layers that arrived have no replicas yet, and memory is allocated
+
+
+class _Timed(NamedTuple):
+    """A step, and marks at its begin and end."""
+
+    iteration: int
+    begin: Any
+    end: Any
 
 
 class StepTrials(StepCallback):
@@ -28,6 +41,8 @@ class StepTrials(StepCallback):
     steps: of the run; None if unknown.
     first: gives the first iteration of the run, once the balancers are there. None: that of the first step.
     delays: steps from a decision until it takes effect, by `trial_name`.
+    moves: whether layers may move.
+    set_aside: called when a step begins that runs otherwise than those around it, so that nobody learns from it.
     report: receives the events; None without a report.
     stop_after: told, in a run of trials alone, the iteration (from 0) after which the run shall stop.
     """
@@ -40,50 +55,81 @@ class StepTrials(StepCallback):
         steps: int | None = None,
         first: Callable[[], int] | None = None,
         delays: Mapping[str, int] | None = None,
+        moves: bool = False,
+        set_aside: Callable[[], None] | None = None,
         report: Callable[[dict[str, Any]], None] | None = None,
         stop_after: Callable[[int], None] | None = None,
     ) -> None:
         self._callbacks, self._config, self._steps = callbacks, config, steps
         self._first, self._delays = first, delays or {}
-        self._report, self._stop_after = report, stop_after
+        self._set_aside, self._report, self._stop_after = set_aside, report, stop_after
         self._trials: Trials | None = None
         self._balancers: dict[str, StepCallback] = {}
         self._switched = torch.zeros(0, dtype=torch.int64)
         self._clock = CpuClock() if is_cpu() else CudaClock()
         self._iteration, self._begin = 0, None
-        self._timed: list[tuple[int, Any, Any]] = []  # iteration, and marks at its begin and end
+        self._timed: list[_Timed] = []  # of the round in progress
+        # Of the steps that are no trials: the latest ones, since layers have moved, and those before the move.
+        self._latest: deque[_Timed] = deque(maxlen=_WINDOW if moves else 0)
+        self._before: list[_Timed] | None = None
+        self._settling = 0
+        self._told: dict[str, int] = {}  # pairs that are in the report, by balancer
 
     def begin_step(self, iteration: int, config: Any) -> None:
         trials = self._start(iteration)
         self._iteration, left_out = iteration, trials.left_out(iteration)
         for name, balancer in self._balancers.items():
             balancer.left_out = name in left_out
-        self._begin = self._clock.mark() if trials.is_trial(iteration) else None
+        if trials.is_odd(iteration) and self._set_aside is not None:
+            self._set_aside()
+        wanted = trials.is_trial(iteration) or (self._latest.maxlen and not trials.is_odd(iteration))
+        self._begin = self._clock.mark() if wanted else None
 
     def end_step(self) -> None:
-        if self._begin is not None:
-            self._timed.append((self._iteration, self._begin, self._clock.mark()))
-            self._begin = None
-            if self._trials is not None and self._trials.ends_round(self._iteration):
+        if self._begin is None or self._trials is None:
+            return
+        step, self._begin = _Timed(self._iteration, self._begin, self._clock.mark()), None
+        if self._trials.is_trial(self._iteration):
+            self._timed.append(step)
+            if self._trials.ends_round(self._iteration):
                 self._end_round()
+        elif self._settling:
+            self._settling -= 1
+        else:
+            self._latest.append(step)
+            if len(self._latest) == self._latest.maxlen:
+                self._end_move()
 
     def abandon_schedule(self) -> None:
         self._begin = None
 
     def layers_moved(self) -> None:
-        """Steps before a move are not compared with steps after it."""
+        """Steps before a move are compared with those after it, but not in one round of trials. The step in progress,
+        in which layers move, counts for neither."""
+        self._end_move()
+        self._begin, self._before = None, list(self._latest)
+        self._latest.clear()
         self._timed.clear()
+        self._settling = _SETTLE
+
+    def flush(self) -> None:
+        """Steps of fewer ranks are not compared with those of all."""
+        self._end_round()
+        self._end_move()
+        self._begin = self._before = None
+        self._latest.clear()
 
     def end_training(self) -> None:
         """Say what balancing gained, on rank 0."""
         self._end_round()
+        self._end_move()
         if self.gains and not dist.get_rank():
             gained = ", ".join(f"{name} {gain}" for name, gain in self.gains.items())
             print(f"> gained, by the clock: {gained}", flush=True)
 
     @property
     def gains(self) -> dict[str, ClockGain]:
-        """What each balancer gained in all trials so far, as `Trials.gains`."""
+        """What each balancer gained so far, as `Trials.gains`."""
         return {} if self._trials is None else self._trials.gains()
 
     def told_ahead(self, name: str) -> Callable[[int], bool]:
@@ -98,7 +144,7 @@ class StepTrials(StepCallback):
             known = [callback for callback in self._callbacks if isinstance(callback, StepCallback)]
             self._balancers = {callback.trial_name: callback for callback in known if callback.trial_name}
             self._switched = torch.zeros(len(self._balancers), dtype=torch.int64)
-            if any(self._delays.values()):  # others prepare steps, in processes that were started earlier
+            if any(self._delays.values()):  # others prepare steps, in processes of their own
                 self._switched.share_memory_()
             schedule = TrialSchedule(list(self._balancers), self._config, steps=self._steps, first=iteration)
             self._trials = Trials(schedule, self._delays, self._switched)  # type: ignore[arg-type]
@@ -107,33 +153,65 @@ class StepTrials(StepCallback):
         return self._trials
 
     def _end_round(self) -> None:
-        """Give the trials the seconds of the slowest rank, and tell what they decide."""
+        """Give the trials the seconds of a round, and tell what they decide."""
         timed, self._timed = self._timed, []
         if not timed or self._trials is None:
             return
+        for step, slowest in zip(timed, self._slowest(timed), strict=True):
+            self._trials.add(step.iteration, slowest)
+        verdicts = self._trials.decide(self._iteration)
+        if not dist.get_rank():
+            for verdict in verdicts:
+                if verdict.changed:
+                    print(f"> {verdict}", flush=True)
+        self._tell({verdict.name: (verdict.on, str(verdict)) for verdict in verdicts})
+
+    def _end_move(self) -> None:
+        """Compare the steps before the last move with those after it, if there is one to compare."""
+        before, self._before = self._before, None
+        if not before or not self._latest or self._trials is None:
+            return
+        seconds = self._slowest([*before, *self._latest])
+        self._trials.add_move(self._latest[-1].iteration, seconds[: len(before)], seconds[len(before) :])
+        self._tell({})
+
+    def _slowest(self, timed: list[_Timed]) -> list[float]:
+        """The seconds of steps on their slowest ranks."""
         if not is_cpu():
-            timed[-1][2].synchronize()
+            timed[-1].end.synchronize()
         seconds = torch.tensor(
-            [self._clock.seconds(begin, begin, end)[1] for _, begin, end in timed],
+            [self._clock.seconds(step.begin, step.begin, step.end)[1] for step in timed],
             dtype=torch.float64,
             device=torch.cuda.current_device(),
         )
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-        for (iteration, *_), slowest in zip(timed, seconds.tolist(), strict=True):
-            self._trials.add(iteration, slowest)
-        verdicts = {verdict.name: verdict for verdict in self._trials.decide(self._iteration)}
-        if dist.get_rank():
-            return
-        for verdict in verdicts.values():
-            if verdict.changed:
-                print(f"> {verdict}", flush=True)
-        for name, gain in self.gains.items():
-            verdict = verdicts.get(name)
-            self._tell(name, gain, verdict is None or verdict.on, str(verdict or ""))
+        return seconds.tolist()
 
-    def _tell(self, name: str, gain: ClockGain, on: bool, reason: str) -> None:
-        if self._report is not None:
-            high = None if math.isinf(gain.high) else gain.high
-            figures = {"gain": gain.ratio, "gain_low": gain.low, "gain_high": high, "pairs": gain.pairs}
-            line = event(self._iteration + 1, name, "step", imbalance_before=1.0, action="trial", reason=reason)
-            self._report(line | figures | {"on": on})
+    def _tell(self, decided: dict[str, tuple[bool, str]]) -> None:
+        """Report what has new pairs. decided: balancer -> whether it is on from now on, and the line that says so."""
+        if self._report is None or self._trials is None or dist.get_rank():
+            return
+        pairs = self._trials.pairs
+        new = {name: every[self._told.get(name, 0) :] for name, every in pairs.items()}
+        self._told = {name: len(every) for name, every in pairs.items()}
+        for name, gain in self.gains.items():
+            if new.get(name) or (name == "together" and any(new.values())):
+                self._report(self._event(name, gain, *decided.get(name, (True, "")), new.get(name, [])))
+
+    def _event(self, name: str, gain: ClockGain, on: bool, reason: str, pairs: list[Pair]) -> dict[str, Any]:
+        high = None if math.isinf(gain.high) else gain.high
+        return event(
+            self._iteration + 1,
+            name,
+            "step",
+            imbalance_before=1.0,
+            action="trial",
+            reason=reason,
+            gain=gain.ratio,
+            gain_low=gain.low,
+            gain_high=high,
+            pairs=gain.pairs,
+            pair_iterations=[pair.iteration + 1 for pair in pairs],
+            pair_ratios=[pair.ratio for pair in pairs],
+            on=on,
+        )

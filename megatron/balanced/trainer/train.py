@@ -131,13 +131,16 @@ def _features(
         for callback in (*model_callbacks, *caller_callbacks):
             callback.report = note
     left_out = None
-    if (config.experts.enabled or config.sequences.enabled) and (config.trials.pairs or config.trials.steps):
+    balances = config.experts.enabled or config.sequences.enabled or config.layers.enabled
+    if balances and (config.trials.pairs or config.trials.steps):
         trials = StepTrials(
             registered,
             config.trials,
             steps=args.train_iters,
             first=lambda: args.iteration,
-            delays={"sequences": steps_ahead(args)},
+            delays={"sequences": steps_ahead(args)} if config.sequences.enabled else None,
+            moves=config.layers.enabled,
+            set_aside=None if observer is None else observer.set_aside,
             report=note,
             stop_after=lambda iteration: setattr(args, "exit_interval", iteration + 1),
         )
