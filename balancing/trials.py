@@ -69,9 +69,10 @@ class ClockGain:
     pairs: int
 
     def __str__(self) -> str:
+        pairs = f"{self.pairs} pair{'s' * (self.pairs != 1)}"
         if math.isinf(self.high):
-            return f"{self.ratio:.2f}x ({self.pairs} pairs)"
-        return f"{self.ratio:.2f}x ({self.low:.2f} to {self.high:.2f}, {self.pairs} pairs)"
+            return f"{self.ratio:.2f}x ({pairs})"
+        return f"{self.ratio:.2f}x ({self.low:.2f} to {self.high:.2f}, {pairs})"
 
 
 class Pair(NamedTuple):

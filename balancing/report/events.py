@@ -69,10 +69,12 @@ rank, after: with replicas:
     moved_bytes         of weights and gradients, sent by all ranks together
     slot_bytes          memory of the replica slots of all layers of the model chunk on one rank, with gradients
 
-balancer "experts", "sequences" or "together", unit "step", action "trial": what trials say (`balancing.trials`):
+balancer "experts", "sequences", "layers" or "together", unit "step", action "trial": what trials say
+(`balancing.trials`), and of layers, steps before and after they moved:
     gain, gain_low, gain_high    seconds of a step without the balancer over those with it: the median over pairs of
                         steps, and its interval; gain_high is null with fewer than 6 pairs
     pairs               number of pairs
+    pair_iterations, pair_ratios    [pair], of those since the line before: the later iteration, and the ratio
     on                  whether the balancer is on from now on
 
 balancer "training", unit "loss", action "no loss": no token of any rank counted for the loss of this step

@@ -31,6 +31,14 @@ _MOVED = {"rollback": "when layers moved back"}
 # The balancer for each estimate.
 _FLAGS = {"stages": "layers", "sequences": "sequences", "experts": "experts"}
 
+# What forecasts are made of, and so what may be wrong with them.
+_MADE_OF = {
+    "layers": "it is of the measured seconds of layers, and none of the cluster's entries are in it; messages between "
+    "stages, gradients and the optimizer are left out",
+    "sequences": "it is of the cluster's compute (flops, and rates of the kernel of attention); transfers and the host "
+    "are left out, so which entry is wrong cannot be told",
+}
+
 _BALANCED = {
     "stages": "pipeline stages balanced (layers)",
     "sequences": "ranks inside each stage balanced (sequences)",
@@ -236,8 +244,12 @@ def answers(summary: Summary) -> list[Answer]:
         return [Answer("step", f"{text}. With one rank there is nothing to balance.")]
     found = [Answer("step", f"{text}, and the average rank is idle for {share(summary.bubble or 0.0)} of it.")]
     if summary.by_the_clock:
-        gained = ", ".join(f"{name} {gain}" for name, gain in summary.by_the_clock.items())
-        found.insert(0, Answer("by the clock", f"Balancing gained: {gained}."))
+        gained = ", ".join(f"{name} {gain}" for name, gain in summary.by_the_clock.items() if name != "together")
+        if (together := summary.by_the_clock.get("together")) is not None:
+            gained += f"; together {together}"
+        if forecast := ", ".join(f"{name} {ratio(gain)}" for name, gain in summary.forecast.items()):
+            gained += f". Forecast: {forecast}"
+        found.insert(0, Answer("by the clock", f"Balancing gained: {gained}.{_wrong_forecasts(summary)}"))
     slow = [
         culprit(summary)
         for balanced, culprit in (
@@ -261,6 +273,15 @@ def answers(summary: Summary) -> list[Answer]:
         would = f"Perfect balance would {most} the step to about {duration(everything.step_seconds)}, "
         would += f"{share(everything.saved)} less."
     return [*found, Answer("to gain", would), Answer("flag", _flags(summary))]
+
+
+def _wrong_forecasts(summary: Summary) -> str:
+    """A sentence for each forecast that is outside of the interval by the clock: what it was made of."""
+    return "".join(
+        f" The forecast of {name} was too {'high' if forecast > gain.high else 'low'}: {_MADE_OF[name]}."
+        for name, forecast in summary.forecast.items()
+        if (gain := summary.by_the_clock[name]) and not gain.low <= forecast <= gain.high
+    )
 
 
 def _flags(summary: Summary) -> str:

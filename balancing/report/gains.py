@@ -12,6 +12,7 @@ Both are measured in the same iteration, as max / mean:
 Step times before and after layers moved are measured in different iterations.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,10 @@ import numpy as np
 from balancing.report.events import imbalance
 from balancing.report.history import STEPS, History
 
-__all__ = ["Gain", "Move", "dealt_steps", "gains", "last_move", "ordered_attention", "over_the_run", "tokens_served"]
+__all__ = [
+    "Gain", "Move", "dealt_steps", "gains", "last_move", "ordered_attention", "over_the_run", "predicted_of_moves",
+    "tokens_served",
+]  # fmt: skip
 
 _WHAT = {
     "layers": "time of pipeline stages",
@@ -161,12 +165,24 @@ def dealt_steps(history: History, counted: Iterable[int]) -> BeforeAfter | None:
     return before, after
 
 
-def last_move(history: History, counted: Iterable[int]) -> Move | None:
-    """The last move of layers; None if layers never moved. counted: the iterations after the move."""
-    moves = [
+def _moves(history: History) -> list[dict[str, Any]]:
+    """The decisions by which layers moved."""
+    return [
         line for line in _actions(history, "layers", "stage") if line.get("layout_before") != line.get("layout_after")
     ]
-    if not moves:
+
+
+def predicted_of_moves(history: History) -> float | None:
+    """Predicted seconds of a step before all moves of layers over those after them; None without a prediction."""
+    names = ("predicted_step_before", "predicted_step_after")
+    pairs = [[line.get(name) for name in names] for line in _moves(history)]
+    known = [(before, after) for before, after in pairs if isinstance(before, float) and isinstance(after, float)]
+    return math.prod(before / after for before, after in known if after > 0) if known else None
+
+
+def last_move(history: History, counted: Iterable[int]) -> Move | None:
+    """The last move of layers; None if layers never moved. counted: the iterations after the move."""
+    if not (moves := _moves(history)):
         return None
     line = moves[-1]
     before = [history.stages[i] for i in sorted(history.stages) if i < line["iteration"]][-_WATCHED:]

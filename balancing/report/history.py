@@ -17,7 +17,7 @@ import numpy as np
 
 from balancing.files import parse_json
 from balancing.report.trace import TraceIteration, read_trace
-from balancing.trials import ClockGain
+from balancing.trials import ClockGain, Pair
 
 __all__ = ["MEMORY", "MOST_MICRO_BATCHES", "STEPS", "Damage", "History", "read_history", "report_files"]
 
@@ -102,6 +102,7 @@ class History:
     experts      iteration -> layer -> its line of action "observe"
     actions      every line whose action is neither "observe" nor "trial", in the order of the file
     by_the_clock balancer, or "together" -> what it gained in all trials so far (`balancing.trials`)
+    pairs        balancer, or "together" -> the pairs of steps in these trials
     timelines    the iterations of the trace, oldest first
     no_timeline  why there is no timeline; "" if there is one
     damage       lines that could not be used
@@ -114,6 +115,7 @@ class History:
     experts: dict[int, dict[int, dict[str, Any]]] = field(default_factory=dict)
     actions: list[dict[str, Any]] = field(default_factory=list)
     by_the_clock: dict[str, ClockGain] = field(default_factory=dict)
+    pairs: dict[str, list[Pair]] = field(default_factory=dict)
     timelines: list[TraceIteration] = field(default_factory=list)
     no_timeline: str = ""
     damage: Damage = field(init=False)
@@ -151,6 +153,12 @@ class History:
             ratio, low, high = (math.inf if line[name] is None else float(line[name]) for name in _GAIN)
             if not 0 <= low <= ratio <= high:
                 raise ValueError("a gain is not within its interval, or not a number")
+            if (iterations := line.get("pair_iterations", [])) or "pair_ratios" in line:
+                ratios = [float(ratio) for ratio in line["pair_ratios"]]
+                if not all(type(at) is int for at in iterations) or not all(0 < one < math.inf for one in ratios):
+                    raise ValueError("a pair has no iteration or no ratio")
+                pairs = [Pair(*pair) for pair in zip(iterations, ratios, strict=True)]
+                self.pairs.setdefault(str(line["balancer"]), []).extend(pairs)
             self.by_the_clock[str(line["balancer"])] = ClockGain(ratio, low, high, _number(line, "pairs"))
             return
         if not observed:

@@ -116,6 +116,7 @@ def _size(summary: Summary) -> str:
 
 
 def _figures(history: History, summary: Summary) -> Iterator[_Figure]:
+    yield from _pairs(history)
     yield _imbalance(history)
     yield from _timeline(history, summary)
     yield from _stages(summary)
@@ -133,6 +134,19 @@ def _figure(title: str, svg: str, text: str) -> _Figure:
 
 def _left_out(title: str, why: str) -> _Figure:
     return _Figure(title, Markup(""), why)
+
+
+def _pairs(history: History) -> Iterator[_Figure]:
+    if not any(history.pairs.values()):
+        return
+    yield _figure(
+        "Steps without and with each balancer",
+        figures.pairs_of_steps(history.by_the_clock, history.pairs),
+        "A dot is a pair of steps: the seconds of the one without the balancer over those of the one with it. Above 1 "
+        "the balancer makes steps shorter. The line is the median, the band its 95 % interval: look whether it is "
+        "clear of 1. A cross at the edge lies beyond it: one of its steps was slow for another reason. For layers, "
+        "steps before they moved are compared with steps after it.",
+    )
 
 
 def _timeline(history: History, summary: Summary) -> Iterator[_Figure]:

@@ -14,7 +14,16 @@ import numpy as np
 
 from balancing.report.estimate import Estimate, ExpertLoad, StepLoad, estimate
 from balancing.report.events import imbalance
-from balancing.report.gains import Gain, Move, dealt_steps, gains, last_move, ordered_attention, tokens_served
+from balancing.report.gains import (
+    Gain,
+    Move,
+    dealt_steps,
+    gains,
+    last_move,
+    ordered_attention,
+    predicted_of_moves,
+    tokens_served,
+)
 from balancing.report.history import MEMORY, Damage, History
 from balancing.trials import ClockGain
 
@@ -164,6 +173,9 @@ class Summary:
     move            the last time that layers moved; None if they never did
     dealt           modelled seconds of a step over those of a step of equal micro-batches: (as drawn, as run); None if
                     documents were not distributed over micro-batches
+    by_the_clock    balancer, or "together" -> what it gained in trials
+    forecast        balancer -> the same by the model that it planned with, as far as it said so: layers, for all moves
+                    together, and documents that were distributed over micro-batches
     attention_before, attention_after    [context-parallel rank], attention area of a micro-batch over its mean, from
                     the fullest rank to the emptiest, without and with balancing; None if sequences were not balanced
     """
@@ -197,6 +209,7 @@ class Summary:
     attention_after: np.ndarray | None = None
     actions: dict[str, BalancerActions] = field(default_factory=dict)
     by_the_clock: dict[str, ClockGain] = field(default_factory=dict)
+    forecast: dict[str, float] = field(default_factory=dict)
 
 
 def summarize(history: History) -> Summary:
@@ -227,6 +240,10 @@ def summarize(history: History) -> Summary:
         summary.attention_before, summary.attention_after = attention
     _compare(summary)
     summary.by_the_clock = history.by_the_clock
+    if "sequences" in history.by_the_clock and summary.dealt is not None:
+        summary.forecast["sequences"] = summary.dealt[0] / summary.dealt[1]
+    if "layers" in history.by_the_clock and (moves := predicted_of_moves(history)) is not None:
+        summary.forecast["layers"] = moves
     for line in history.actions:
         _act(summary.actions.setdefault(str(line["balancer"]), BalancerActions()), line)
     return summary
@@ -297,12 +314,16 @@ def _stages(summary: Summary, stages: list[dict[str, Any]], sequences: list[dict
     same = [line for line in sequences if np.array_equal(line["rank"], last["rank"])]
     none = np.zeros(0)
     summary.ranks = RankLoad(
-        last["rank"], last["stage"], last["node"], rank_busy,
-        np.maximum(summary.step_seconds - rank_busy, 0.0), memory if memory.any() else none,
+        last["rank"],
+        last["stage"],
+        last["node"],
+        rank_busy,
+        np.maximum(summary.step_seconds - rank_busy, 0.0),
+        memory if memory.any() else none,
         _median(same, "tokens") if same else none,
         _median(same, "attention_area") if same else none,
         np.max([line["longest_sequence"] for line in same], axis=0) if same else none,
-    )  # fmt: skip
+    )
 
 
 def _layers(summary: Summary, lines: list[dict[str, Any]], experts: list[dict[int, dict[str, Any]]]) -> None:
@@ -380,9 +401,14 @@ def _step_load(summary: Summary, stages: list[dict[str, Any]], experts: list[dic
                 stage = int(summary.layers.stage[names.index(layer)])
                 loads[layer] = ExpertLoad(stage, _median(own, "busy_s"), _median(own, "tokens_per_rank"))
     return StepLoad(
-        summary.step_seconds, ranks.busy[grid], last["expert"][grid],
-        last["micro_batches"] or math.inf, max(last["chunks"], 1), _forward_share(summary.layers), loads,
-    )  # fmt: skip
+        summary.step_seconds,
+        ranks.busy[grid],
+        last["expert"][grid],
+        last["micro_batches"] or math.inf,
+        max(last["chunks"], 1),
+        _forward_share(summary.layers),
+        loads,
+    )
 
 
 def _forward_share(layers: LayerCosts | None) -> float:

@@ -10,6 +10,7 @@ import pytest
 from balancing.report import (
     STANDARD_KEYS,
     EventLog,
+    History,
     IterationRecord,
     RankRecord,
     Span,
@@ -134,6 +135,15 @@ def test_a_round_of_trials_is_a_scalar_a_balancer():
     figures = {"gain": 1.31, "gain_low": 1.28, "gain_high": None, "pairs": 5, "on": True}
     line = event(40, "experts", "step", imbalance_before=1.0, action="trial") | figures
     assert scalars([line]) == {"balance-gain/experts": 1.31}
+
+
+@pytest.mark.parametrize("ratios", [[1.0, 0.0], [1.0], [1.0, float("nan")], [1.0, "2"]])
+def test_pairs_without_a_ratio_are_damage(tmp_path, ratios):
+    line = event(40, "experts", "step", imbalance_before=1.0, action="trial")
+    line |= {"gain": 1.3, "gain_low": 1.2, "gain_high": None, "pairs": 2, "pair_iterations": [22, 24]}
+    History(tmp_path).keep(line | {"pair_ratios": [1.2, 1.4]})
+    with pytest.raises((TypeError, ValueError)):
+        History(tmp_path).keep(line | {"pair_ratios": ratios})
 
 
 def test_scalars_of_replicas_are_told_layer_by_layer():

@@ -1,5 +1,6 @@
 """The report must show what balancing gained: figures worked out by hand, in tables, on the page and over the run."""
 
+import copy
 import io
 import re
 from dataclasses import replace
@@ -139,6 +140,40 @@ def test_verdict_and_last_table_of_the_terminal(history):
     ):
         assert words in last
     assert len(last.splitlines()) <= 10 and max(map(len, text.splitlines())) <= 100
+
+
+def _tell_trials(history, name, ratios, gain):
+    """Add a round of trials as it is in the log."""
+    line = event(40, name, "step", imbalance_before=1.0, action="trial")
+    low, high = min(ratios), max(ratios)
+    figures = {"gain": gain, "gain_low": low, "gain_high": high, "pairs": len(ratios), "on": True}
+    history.keep(line | figures | {"pair_iterations": list(range(22, 22 + len(ratios))), "pair_ratios": ratios})
+
+
+def test_pairs_of_steps_are_drawn_beside_their_gain_and_the_forecast(history):
+    assert "Steps without" not in page(history, summarize(history))
+    history = copy.deepcopy(history)
+    for line in history.actions:
+        if line["action"] == "move":
+            line |= {"predicted_step_before": 1.1, "predicted_step_after": 1.0}
+    ratios = {"experts": [1.1, 1.3, 1.25, 1.2, 1.31, 1.22], "layers": [1.0, 1.1], "together": [1.4]}
+    for name, values in ratios.items():
+        _tell_trials(history, name, values, float(np.median(values)))
+    summary = summarize(history)
+    text = page(history, summary)
+    picture = text[text.index('id="pairs-figure') :]
+    dots = [
+        part.count("<use ") for part in re.findall(r"<g clip-path.*?</g>", picture[: picture.index("</svg>")], re.S)
+    ]
+    assert [number for number in dots if number] == [6, 2, 1]
+    (first, *_) = answers(summary)
+    assert first.text == (
+        "Balancing gained: experts 1.24x (1.10 to 1.31, 6 pairs), layers 1.05x (1.00 to 1.10, 2 pairs); together 1.40x "
+        "(1.40 to 1.40, 1 pair). Forecast: layers 1.10x."
+    )
+    summary.forecast["layers"] = 1.2
+    (first, *_) = answers(summary)
+    assert "Forecast: layers 1.20x. The forecast of layers was too high: it is of the measured seconds" in first.text
 
 
 def test_page_shows_before_and_after(history):

@@ -5,12 +5,14 @@ from balancing.report.figures.imbalance import imbalance_curves
 from balancing.report.figures.layers import layer_costs, stage_time
 from balancing.report.figures.ranks import rank_attention, rank_memory, rank_time, rank_work
 from balancing.report.figures.timeline import choose, timeline
+from balancing.report.figures.trials import pairs_of_steps
 
 __all__ = [
     "choose",
     "expert_heat",
     "imbalance_curves",
     "layer_costs",
+    "pairs_of_steps",
     "rank_attention",
     "rank_memory",
     "rank_time",
