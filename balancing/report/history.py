@@ -154,8 +154,9 @@ class History:
             if not 0 <= low <= ratio <= high:
                 raise ValueError("a gain is not within its interval, or not a number")
             if (iterations := line.get("pair_iterations", [])) or "pair_ratios" in line:
-                ratios = [float(ratio) for ratio in line["pair_ratios"]]
-                if not all(type(at) is int for at in iterations) or not all(0 < one < math.inf for one in ratios):
+                ratios = line["pair_ratios"]
+                numbers = all(type(iteration) is int for iteration in iterations)
+                if not numbers or not all(type(ratio) in (int, float) and 0 < ratio < math.inf for ratio in ratios):
                     raise ValueError("a pair has no iteration or no ratio")
                 pairs = [Pair(*pair) for pair in zip(iterations, ratios, strict=True)]
                 self.pairs.setdefault(str(line["balancer"]), []).extend(pairs)
