@@ -225,13 +225,12 @@ def _pace(pace: Pace, record: list[int], work: Work) -> set[str]:
     from megatron.core.transformer.moe.experts import SequentialMLP
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    from balancing.sequences.engine import attention
     from balancing.sequences.engine.kernel_choice import Choice
     from benchmarks.baselines import sequences as baselines
     from benchmarks.experts.emulated_rank import routing_map
     from benchmarks.sequences import emulated_rank
     from megatron.balanced.experts.moe_layer import ReplicatedSequentialMLP
-    from megatron.balanced.sequences import balancer, dataset
+    from megatron.balanced.sequences import dataset, planner, tokens
 
     emulated_rank.tile_pairs = pairs_of  # type: ignore[assignment]
 
@@ -272,10 +271,10 @@ def _pace(pace: Pace, record: list[int], work: Work) -> set[str]:
     # A name that is used no more could be replaced as well, and nothing would tell.
     called: set[str] = set()
     for owner, name, replacement in (
-        (attention, "choose_kernel", lambda *unused, **also_unused: Choice(kernel, "emulated", "", {})),
+        (tokens, "choose_kernel", lambda *unused, **also_unused: Choice(kernel, "emulated", "", {})),
         (router.TopKRouter, "routing", routing),
         (dataset, "document_lengths", documents),
-        (balancer, "plan_sequences", planned),
+        (planner, "plan_sequences", planned),
     ):
         assert hasattr(owner, name), f"{owner.__name__} has no {name}"
         setattr(owner, name, _noted(replacement, name, called))
