@@ -108,15 +108,15 @@ def zigzag_of_rows(lengths: Lengths, ways: int) -> list[Shard]:
     Raises ValueError for a row that does not cut into equal pieces.
     """
     shards, sequence = [], 0
-    for replica, of_rank in enumerate(lengths):
-        size, rest = divmod(sum(of_rank), 2 * ways)
+    for replica, own in enumerate(lengths):
+        size, rest = divmod(sum(own), 2 * ways)
         if rest:
             raise ValueError(
-                f"{sum(of_rank)} packed tokens do not cut into {2 * ways} pieces for {ways} context-parallel ranks; "
+                f"{sum(own)} packed tokens do not cut into {2 * ways} pieces for {ways} context-parallel ranks; "
                 f"make the tokens of a micro-batch a multiple of {2 * ways}"
             )
         begin = 0
-        for length in of_rank:
+        for length in own:
             for piece in range(begin // size, -(-(begin + length) // size)):
                 start, stop = max(piece * size - begin, 0), min((piece + 1) * size - begin, length)
                 way = min(piece, 2 * ways - 1 - piece)

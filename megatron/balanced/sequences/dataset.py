@@ -176,8 +176,8 @@ class PlannedDataset(torch.utils.data.Dataset):
         if stays:
             assert self._as_drawn is not None
             by_origin = groupby(zip(origins, lengths, strict=True), itemgetter(0))
-            of_origins = [tuple(length for _, length in group) for _, group in by_origin]
-            plan, programs, milliseconds = self._as_drawn(of_origins)  # type: ignore[arg-type]
+            lengths_by_origin = [tuple(length for _, length in group) for _, group in by_origin]
+            plan, programs, milliseconds = self._as_drawn(lengths_by_origin)  # type: ignore[arg-type]
         else:
             plan, programs, milliseconds = self._planning(lengths)
         rows = self._rows.of(plan, drawn.size)
