@@ -373,15 +373,15 @@ def test_what_stands_in_a_corpus(pool, tmp_path):
 
 
 def test_a_large_corpus_is_looked_at_in_blocks(tmp_path):
-    from megatron.balanced.trainer.checks import corpus
+    from megatron.balanced.trainer.checks import data
 
-    count = 3 * corpus._LOOKED_AT
+    count = 3 * data._LOOKED_AT
     np.arange(count, dtype=np.int32).tofile(tmp_path / "numbers")
-    blocks = list(corpus._read(tmp_path / "numbers", np.int32, 0, count))
-    assert sum(len(block) for _, block in blocks) == corpus._LOOKED_AT
+    blocks = list(data._read(tmp_path / "numbers", np.int32, 0, count))
+    assert sum(len(block) for _, block in blocks) == data._LOOKED_AT
     assert blocks[0][0] == 0 and blocks[-1][1][-1] == count - 1
     assert all(block[0] == first for first, block in blocks)
-    assert sum(len(block) for _, block in corpus._read(tmp_path / "numbers", np.int32, 4, 100_000)) == 100_000
+    assert sum(len(block) for _, block in data._read(tmp_path / "numbers", np.int32, 4, 100_000)) == 100_000
 
 
 SPLITS = {

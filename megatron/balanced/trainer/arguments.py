@@ -30,13 +30,12 @@ from megatron.balanced.shared.incompatible import REPORT, check_compatible
 from megatron.balanced.trainer.agreement import check_agreement
 from megatron.balanced.trainer.auto_domain import settle_domain
 from megatron.balanced.trainer.balancers import check_balancers, switch_on
-from megatron.balanced.trainer.checks.checkpoints import check_load
-from megatron.balanced.trainer.checks.corpus import check_tokens, check_vocabulary
+from megatron.balanced.trainer.checks.checkpoints import check_folders, check_load, check_saves
+from megatron.balanced.trainer.checks.data import check_data, check_tokens, check_vocabulary
 from megatron.balanced.trainer.checks.fill import check_fill
-from megatron.balanced.trainer.checks.flags import check_data, check_folders, check_layout, check_saves
 from megatron.balanced.trainer.checks.machine import check_machine
 from megatron.balanced.trainer.checks.megatron import check_megatron
-from megatron.balanced.trainer.checks.model import check_model
+from megatron.balanced.trainer.checks.model import check_layout, check_model
 from megatron.balanced.trainer.checks.ranges import check_ranges
 from megatron.balanced.trainer.checks.refusal import is_refusal
 from megatron.balanced.trainer.config import BalanceConfig, add_flags, config_from_flags

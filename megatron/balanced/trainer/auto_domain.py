@@ -12,7 +12,7 @@ import numpy as np
 
 from balancing.sequences.domain_choice import DrawnSteps, choose_domain
 from megatron.balanced.shared.incompatible import IncompatibleError
-from megatron.balanced.trainer.checks.corpus import INDEX_HEAD_BYTES
+from megatron.balanced.trainer.checks.data import INDEX_HEAD_BYTES
 from megatron.balanced.trainer.checks.sequences import check_data_domain
 from megatron.balanced.trainer.config import BalanceConfig, cluster_from_flags
 

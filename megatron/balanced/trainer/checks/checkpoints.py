@@ -1,4 +1,4 @@
-"""Errors for checkpoints that cannot be loaded or written: the folder, the iteration, the cause and the way out.
+"""Checks of checkpoints and output folders, and causes and ways out of errors while these are read or written.
 
 `check_load` reads the small files of a checkpoint before anything is built. With a tracker that it cannot read,
 Megatron-LM would exit with code 0; without one it would train from iteration 0. Other errors come from deep inside
@@ -13,15 +13,19 @@ import pickle
 import re
 import shutil
 import sys
+import tempfile
 import traceback
 from pathlib import Path
 from typing import Any
 
 from megatron.balanced.shared.errors import LocalError
+from megatron.balanced.trainer.prediction import has_tail, tied_in_pipeline
 
 __all__ = [
     "KERNEL_ARGUMENT",
+    "check_folders",
     "check_load",
+    "check_saves",
     "explain_checkpoint",
     "full_folders",
     "gave_up_loading",
@@ -225,3 +229,58 @@ def _local(error: BaseException, name: str) -> Any:
             value = frame.tb_frame.f_locals.get(name, value)
         frame = frame.tb_next
     return value
+
+
+def check_folders(args: argparse.Namespace) -> None:
+    """Raise ValueError for a folder that cannot be written to. Creates missing ones."""
+    for name in _OUTPUTS:
+        if getattr(args, name):
+            _check_writable(f"--{name.replace('_', '-')} {getattr(args, name)}", getattr(args, name))
+
+
+def _check_writable(what: str, folder: str) -> None:
+    if "://" in folder:
+        return
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise LocalError(f"{what} cannot be written to ({error.strerror}); name a folder that can") from error
+
+
+def check_saves(args: argparse.Namespace) -> None:
+    """Raise ValueError for an interval of saving without --save, and for a model whose checkpoint Megatron-LM fails to
+    write or to read."""
+    given = None
+    if args.save:
+        given, verb, instead = f"--save {args.save}", "write", "add --untie-embeddings-and-output-weights"
+    elif args.load and nothing_to_load(args) is None:
+        given, verb, instead = f"--load {args.load}", "read", "use --pipeline-model-parallel-size 1"
+    if given and args.ckpt_format != "torch" and (tied := tied_in_pipeline(args)) is not None:
+        raise ValueError(
+            f"{given} with {tied} in a pipeline: Megatron-LM cannot {verb} a checkpoint if embedding and head share "
+            f"weights; {instead}"
+        )
+    given = next((f"--{name} {folder}" for name in ("save", "load") if (folder := getattr(args, name))), None)
+    if given and (stage := _stage_without_parameters(args)):
+        raise ValueError(
+            f"{given} with --pipeline-model-parallel-layout {args.pipeline_model_parallel_layout}: stage {stage} has "
+            "no parameters, and Megatron-LM cannot load a checkpoint there; give it a layer, or drop the stage"
+        )
+    for kind in ("params", "activations", "tokens-per-expert", "wgrads", "dgrads"):
+        flag = f"--save-{kind}-interval"
+        interval = getattr(args, flag[2:].replace("-", "_"))
+        if interval and not args.save:
+            raise ValueError(f"{flag} {interval} needs a folder; give --save DIR, or drop it")
+
+
+def _stage_without_parameters(args: argparse.Namespace) -> int | None:
+    """A stage between the others that has nothing. Of several chunks Megatron-LM leaves empty ones out."""
+    from balancing.pipeline.layout import from_layout
+
+    layout, stages = args.pipeline_model_parallel_layout, args.pipeline_model_parallel_size
+    if not layout or stages < 3 or has_tail(args):
+        return None
+    plan = from_layout(str(layout), stages)
+    return next((stage for stage in range(1, stages - 1) if plan.virtual == 1 and not plan.chunks[stage][0]), None)

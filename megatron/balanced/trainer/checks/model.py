@@ -8,7 +8,26 @@ from megatron.balanced.trainer.checks.hybrid import check_hybrid
 from megatron.balanced.trainer.prediction import check_packed_tail
 from megatron.balanced.trainer.sequence_rules import balancing_losses
 
-__all__ = ["check_model"]
+__all__ = ["check_layout", "check_model"]
+
+
+def check_layout(args: argparse.Namespace) -> None:
+    """Raise ValueError for a layout with which Megatron-LM trains wrongly or fails with a misleading message. Called
+    before it validates `args`."""
+    instances, stages = args.num_distributed_optimizer_instances, args.pipeline_model_parallel_size
+    if instances > 1 and args.overlap_grad_reduce and stages > 1 and args.align_grad_reduce:
+        raise ValueError(
+            f"--num-distributed-optimizer-instances {instances} with --overlap-grad-reduce and "
+            f"--pipeline-model-parallel-size {stages}: Megatron-LM reduces gradients twice, so that they are "
+            f"{instances} times too large; add --no-align-grad-reduce or drop --overlap-grad-reduce"
+        )
+    layers = (args.num_layers or stages) + sum(
+        (args.account_for_embedding_in_pipeline_split, args.account_for_loss_in_pipeline_split)
+    )
+    if layers < stages and not (args.pipeline_model_parallel_layout or args.hybrid_layer_pattern):
+        raise ValueError(
+            f"--pipeline-model-parallel-size {stages} is more than --num-layers {args.num_layers}; use at most {layers}"
+        )
 
 
 def check_model(args: argparse.Namespace) -> None:

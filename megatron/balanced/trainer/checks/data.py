@@ -1,104 +1,34 @@
-"""Checks of the installation, the parallel layout, folders and data, before anything is built.
+"""Checks of the data, before anything is built: files, the split, document lengths in the index, and token ids.
 
-Megatron-LM finds most of these faults minutes later and on one rank only, as an assertion in a data loader or a process
-group. Here each is a ValueError of one line with the value and the way out.
+Megatron-LM finds most of these faults minutes later and on one rank only, as an assertion in a data loader. With a
+negative length it builds samples forever. A token id above the vocabulary fails in the embedding of some later step. Up
+to `_LOOKED_AT` documents and tokens are all checked; of a larger corpus, as many in evenly spaced blocks. Every rank
+reads at most 4 MB of tokens and 12 MB of the index.
 """
 
 import argparse
 import importlib.util
-import os
 import re
 import struct
-import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
-from balancing.pipeline.layout import from_layout
+import numpy as np
+
 from megatron.balanced.shared.errors import LocalError
-from megatron.balanced.trainer.checks.checkpoints import nothing_to_load
-from megatron.balanced.trainer.checks.corpus import INDEX_HEAD, check_lengths
-from megatron.balanced.trainer.prediction import has_tail, tied_in_pipeline
 
-__all__ = [
-    "check_data",
-    "check_folders",
-    "check_layout",
-    "check_saves",
-]
+__all__ = ["INDEX_HEAD_BYTES", "check_data", "check_tokens", "check_vocabulary"]
 
+# The head of an .idx file: a magic word, the format's version, the code of the token type, sequences, documents + 1.
+_INDEX_HEAD = struct.Struct("<9sQBQQ")
+INDEX_HEAD_BYTES = _INDEX_HEAD.size  # followed by the lengths, int32 [sequence]
+
+_BLOCKS, _BLOCK = 64, 16_384
+_LOOKED_AT = _BLOCKS * _BLOCK
+# Flags that find documents by the token at their end, not by the index.
+_BY_TOKEN = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 _MAGIC = b"MMIDIDX\x00\x00"
 _DEFAULT_SPLIT = "969, 30, 1"  # Megatron's
-
-
-def check_layout(args: argparse.Namespace) -> None:
-    """Raise ValueError for a layout with which Megatron-LM trains wrongly or fails with a misleading message. Called
-    before it validates `args`."""
-    instances, stages = args.num_distributed_optimizer_instances, args.pipeline_model_parallel_size
-    if instances > 1 and args.overlap_grad_reduce and stages > 1 and args.align_grad_reduce:
-        raise ValueError(
-            f"--num-distributed-optimizer-instances {instances} with --overlap-grad-reduce and "
-            f"--pipeline-model-parallel-size {stages}: Megatron-LM reduces gradients twice, so that they are "
-            f"{instances} times too large; add --no-align-grad-reduce or drop --overlap-grad-reduce"
-        )
-    layers = (args.num_layers or stages) + sum(
-        (args.account_for_embedding_in_pipeline_split, args.account_for_loss_in_pipeline_split)
-    )
-    if layers < stages and not (args.pipeline_model_parallel_layout or args.hybrid_layer_pattern):
-        raise ValueError(
-            f"--pipeline-model-parallel-size {stages} is more than --num-layers {args.num_layers}; use at most {layers}"
-        )
-
-
-def check_folders(args: argparse.Namespace) -> None:
-    """Raise ValueError for a folder that cannot be written to. Creates missing ones."""
-    for name in ("balance_report", "save", "tensorboard_dir", "data_cache_path"):
-        if getattr(args, name):
-            _check_writable(f"--{name.replace('_', '-')} {getattr(args, name)}", getattr(args, name))
-
-
-def _check_writable(what: str, folder: str) -> None:
-    if "://" in folder:
-        return
-    try:
-        os.makedirs(folder, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise LocalError(f"{what} cannot be written to ({error.strerror}); name a folder that can") from error
-
-
-def check_saves(args: argparse.Namespace) -> None:
-    """Raise ValueError for an interval of saving without --save, and for a model whose checkpoint Megatron-LM fails to
-    write or to read."""
-    given = None
-    if args.save:
-        given, verb, instead = f"--save {args.save}", "write", "add --untie-embeddings-and-output-weights"
-    elif args.load and nothing_to_load(args) is None:
-        given, verb, instead = f"--load {args.load}", "read", "use --pipeline-model-parallel-size 1"
-    if given and args.ckpt_format != "torch" and (tied := tied_in_pipeline(args)) is not None:
-        raise ValueError(
-            f"{given} with {tied} in a pipeline: Megatron-LM cannot {verb} a checkpoint if embedding and head share "
-            f"weights; {instead}"
-        )
-    given = next((f"--{name} {folder}" for name in ("save", "load") if (folder := getattr(args, name))), None)
-    if given and (stage := _stage_without_parameters(args)):
-        raise ValueError(
-            f"{given} with --pipeline-model-parallel-layout {args.pipeline_model_parallel_layout}: stage {stage} has "
-            "no parameters, and Megatron-LM cannot load a checkpoint there; give it a layer, or drop the stage"
-        )
-    for kind in ("params", "activations", "tokens-per-expert", "wgrads", "dgrads"):
-        flag = f"--save-{kind}-interval"
-        interval = getattr(args, flag[2:].replace("-", "_"))
-        if interval and not args.save:
-            raise ValueError(f"{flag} {interval} needs a folder; give --save DIR, or drop it")
-
-
-def _stage_without_parameters(args: argparse.Namespace) -> int | None:
-    """A stage between the others that has nothing. Of several chunks Megatron-LM leaves empty ones out."""
-    layout, stages = args.pipeline_model_parallel_layout, args.pipeline_model_parallel_size
-    if not layout or stages < 3 or has_tail(args):
-        return None
-    plan = from_layout(str(layout), stages)
-    return next((stage for stage in range(1, stages - 1) if plan.virtual == 1 and not plan.chunks[stage][0]), None)
 
 
 def check_data(args: argparse.Namespace) -> None:
@@ -190,15 +120,15 @@ def _check_indexed(prefix: str) -> int:
     again = "write the pair again with scripts/prepare_data.py"
     index_size = _check_file(index, "the index of a tokenized corpus (scripts/prepare_data.py writes it)")
     with index.open("rb") as file:
-        head = file.read(INDEX_HEAD.size)
+        head = file.read(_INDEX_HEAD.size)
         if not head.startswith(_MAGIC[: len(head)]):
             raise LocalError(f"{index} is not an index of tokenized data; {again}")
-        if len(head) < INDEX_HEAD.size:
+        if len(head) < _INDEX_HEAD.size:
             raise LocalError(f"{index} is truncated: it has {index_size} bytes; {again}")
-        _, version, code, sequences, documents = INDEX_HEAD.unpack(head)
+        _, version, code, sequences, documents = _INDEX_HEAD.unpack(head)
         if version != 1 or code not in {kind.value for kind in DType}:
             raise LocalError(f"{index} has format version {version} and token type {code}, which are unknown; {again}")
-        lengths_end = INDEX_HEAD.size + 4 * sequences
+        lengths_end = _INDEX_HEAD.size + 4 * sequences
         pointers_end = lengths_end + 8 * sequences
         needed = pointers_end + 8 * documents
         if index_size < needed:
@@ -215,5 +145,92 @@ def _check_indexed(prefix: str) -> int:
     size = _check_file(tokens, "the tokens of a corpus (scripts/prepare_data.py writes them)")
     if size < needed:
         raise LocalError(f"{tokens} is truncated or belongs to another index: it has {size} bytes of {needed}; {again}")
-    check_lengths(index, INDEX_HEAD.size, sequences, DType.size(code), size)
+    _check_lengths(index, _INDEX_HEAD.size, sequences, DType.size(code), size)
     return sequences
+
+
+def _read(path: Path, kind: type, begin: int, count: int) -> Iterator[tuple[int, np.ndarray]]:
+    """Blocks of the `count` numbers that begin at byte `begin` of a file: the index of the first number, the block."""
+    starts = range(0, count, _BLOCK)
+    if count > _LOOKED_AT:
+        starts = np.linspace(0, count - _BLOCK, _BLOCKS).astype(np.int64).tolist()
+    size = np.dtype(kind).itemsize
+    for start in starts:
+        yield start, np.fromfile(path, kind, min(_BLOCK, count - start), offset=begin + size * start)
+
+
+def _check_lengths(index: Path, lengths_at: int, sequences: int, token_bytes: int, corpus_bytes: int) -> None:
+    """Raise LocalError for a sequence with a negative length, or one that is not completely in the corpus.
+
+    index: the .idx file.
+    lengths_at: offset in bytes of the lengths, int32 [sequence]. The offsets of sequences follow, int64 [sequence].
+    token_bytes: the size of a token.
+    corpus_bytes: the size of the .bin file.
+    """
+    lengths = _read(index, np.int32, lengths_at, sequences)
+    begins = _read(index, np.int64, lengths_at + 4 * sequences, sequences)
+    for (first, length), (_, begin) in zip(lengths, begins, strict=True):
+        end = begin + length.astype(np.int64) * token_bytes
+        wrong = (length < 0) | (begin < 0) | (end > corpus_bytes)
+        if wrong.any():
+            at = int(wrong.argmax())
+            raise LocalError(
+                f"{index} is damaged: document {first + at} has {length[at]} tokens from byte {begin[at]} of "
+                f"{corpus_bytes}; write the pair again with scripts/prepare_data.py"
+            )
+
+
+def check_tokens(args: argparse.Namespace) -> list[str]:
+    """Return notes on corpora without end-of-document tokens, if a flag looks for these.
+
+    Called once the tokenizer exists. Raises LocalError for a token id outside the model's vocabulary.
+    """
+    from megatron.core.datasets.indexed_dataset import DType
+    from megatron.training.global_vars import get_tokenizer
+    from megatron.training.utils import get_blend_and_blend_per_split
+
+    if args.mock_data or args.sft:
+        return []
+    blend, per_split = get_blend_and_blend_per_split(args)
+    paths = [path for part in (blend, *(per_split or ())) if part for path in part[0] if "://" not in path]
+    by_token = [f"--{name.replace('_', '-')}" for name in _BY_TOKEN if getattr(args, name)]
+    end = getattr(get_tokenizer(), "eod", None)
+    notes = []
+    for prefix in dict.fromkeys(paths):
+        corpus = Path(f"{prefix}.bin")
+        with open(f"{prefix}.idx", "rb") as file:
+            kind = DType.dtype_from_code(_INDEX_HEAD.unpack(file.read(INDEX_HEAD_BYTES))[2])
+        has_end = False
+        for first, tokens in _read(corpus, kind, 0, corpus.stat().st_size // np.dtype(kind).itemsize):
+            wrong = (tokens < 0) | (tokens >= args.padded_vocab_size)
+            if wrong.any():
+                at = int(wrong.argmax())
+                raise LocalError(
+                    f"{corpus} has token {tokens[at]} at position {first + at + 1:,}, but the model's vocabulary has "
+                    f"{args.padded_vocab_size}; train with the tokenizer and --vocab-size that it was written with"
+                )
+            has_end = has_end or bool((tokens == end).any())
+        if by_token and not has_end:
+            notes.append(
+                f"{prefix} has no end-of-document token {end} in the parts that were checked, and {by_token[0]} needs "
+                "it; write the corpus with --append-eod, or use --dataloader-inter-document-masking"
+            )
+    return notes
+
+
+def check_vocabulary(args: argparse.Namespace) -> None:
+    """Raise ValueError for a size of the vocabulary that is missing, or less than the tokenizer's. Called once the
+    tokenizer exists."""
+    from megatron.training.global_vars import get_tokenizer
+
+    tokens = get_tokenizer().vocab_size
+    if args.padded_vocab_size is None:
+        raise ValueError(
+            "--no-pad-vocab-size leaves the size of the vocabulary unset, and Megatron-LM needs it to count "
+            f"operations; give --padded-vocab-size {tokens}, or drop it"
+        )
+    if args.padded_vocab_size < tokens:
+        raise ValueError(
+            f"--padded-vocab-size {args.padded_vocab_size} is below the {tokens} tokens of the tokenizer; use at least "
+            "that many, or drop it"
+        )
