@@ -90,9 +90,9 @@ class LayerSeconds:
         behind: chunks without layers at the end, as `StagePlan.behind`.
         """
         both = []
-        for each, at in ((self.forward, 0), (self.backward, 1)):
-            sums = np.diff(np.concatenate([[0.0], np.cumsum(each)])[bounds], axis=1)
-            add_fixed(self.fixed[:, at], sums, behind)
+        for seconds, direction in ((self.forward, 0), (self.backward, 1)):
+            sums = np.diff(np.concatenate([[0.0], np.cumsum(seconds)])[bounds], axis=1)
+            add_fixed(self.fixed[:, direction], sums, behind)
             both.append(
                 np.ascontiguousarray(sums.reshape(len(bounds), sums.shape[1] // stages, stages).transpose(0, 2, 1))
             )

@@ -128,9 +128,9 @@ def choose_repack(options: Iterable[Repack], throughput_floor: float) -> Repack 
     """
     if not throughput_floor > 0:
         raise ValueError(f"the throughput floor is {throughput_floor}; give a fraction above 0, such as 0.9")
-    able = [each for each in options if each.plan and each.freed_ranks and each.throughput >= throughput_floor]
-    able = [each for each in able if each.freed_nodes] or able
-    return min(able, key=lambda each: (each.gpu_time, each.stages), default=None)
+    able = [size for size in options if size.plan and size.freed_ranks and size.throughput >= throughput_floor]
+    able = [size for size in able if size.freed_nodes] or able
+    return min(able, key=lambda size: (size.gpu_time, size.stages), default=None)
 
 
 @dataclass(frozen=True)

@@ -79,8 +79,8 @@ class SplitPasses:
         names = ("forward", "input_gradient", "weight_gradient")
         seconds = [np.asarray(getattr(self, name), dtype=float) for name in names]
         shape = seconds[0].shape
-        if len(shape) != 2 or any(each.shape != shape for each in seconds):
-            raise ValueError(f"seconds have shapes {[each.shape for each in seconds]}; give three arrays [rank, chunk]")
+        if len(shape) != 2 or any(part.shape != shape for part in seconds):
+            raise ValueError(f"seconds have shapes {[part.shape for part in seconds]}; give three arrays [rank, chunk]")
         activation = np.broadcast_to(np.asarray(self.activation, dtype=float), shape)
         for values in (*seconds, activation):
             _check_finite(values)

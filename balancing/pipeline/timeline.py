@@ -214,9 +214,9 @@ def _graph(ranks: int, micro_batches: int, chunks: int, schedule: Schedule) -> _
     levels = []
     for first, last in pairwise(edges):
         members = [before[old] for old in order[first:last]]
-        table = np.full((max(1, *(len(each) for each in members), 1), last - first), -1)
-        for column, each in enumerate(members):
-            table[: len(each), column] = sorted(each)
+        table = np.full((max(1, *map(len, members), 1), last - first), -1)
+        for column, needed in enumerate(members):
+            table[: len(needed), column] = sorted(needed)
         levels.append((int(first), int(last), number[table]))
     ordered = tuple(tuple(step.compute for step in steps if step.compute) for steps in programs)
     return _Graph(
@@ -230,9 +230,9 @@ def _graph(ranks: int, micro_batches: int, chunks: int, schedule: Schedule) -> _
 def _levels(before: list[set[int]]) -> NDArray[np.intp]:
     """The length of the longest path to each node."""
     after: list[list[int]] = [[] for _ in before]
-    missing = [len(each) for each in before]
-    for this, each in enumerate(before):
-        for other in each:
+    missing = [len(needed) for needed in before]
+    for this, needed in enumerate(before):
+        for other in needed:
             after[other].append(this)
     level = np.zeros(len(before), dtype=np.intp)
     ready = [this for this, count in enumerate(missing) if count == 0]

@@ -48,7 +48,7 @@ class Room:
 
     def over(self, first: IntArray, last: IntArray) -> FloatArray:
         """Bytes above the limit, [stage, ...], of layers first to last - 1 on every stage."""
-        static, activation = (_prefix(each)[last] - _prefix(each)[first] for each in (self.static, self.activation))
+        static, activation = (_prefix(sizes)[last] - _prefix(sizes)[first] for sizes in (self.static, self.activation))
         new = (...,) + (None,) * first.ndim
         peak = (self.base[new] + self.count[new] * activation).max(axis=1)
         return static + peak - self.limit[new]

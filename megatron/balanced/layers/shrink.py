@@ -118,7 +118,7 @@ class Repacker:
             memory_limit=limit,
             min_stages=self._config.repack_min_stages,
         )
-        chosen = choose_repack((each for each in options if each.gpu_time < 1), self._floor)
+        chosen = choose_repack((size for size in options if size.gpu_time < 1), self._floor)
         if chosen is None:
             return False
         assert chosen.plan is not None

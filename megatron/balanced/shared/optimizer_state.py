@@ -92,22 +92,22 @@ class Part(NamedTuple):
 
 def parts(optimizer: ChainedOptimizer) -> Iterator[Part]:
     """The parts of all parameters that `optimizer` steps on this rank."""
-    for each in _chained(optimizer):
-        for parameter, main in _main_parameters(each):
+    for member in _chained(optimizer):
+        for parameter, main in _main_parameters(member):
             start, stop = 0, parameter.numel()
-            if isinstance(each, DistributedOptimizer):
-                covered = each._get_model_param_range_map(parameter)["param"]
+            if isinstance(member, DistributedOptimizer):
+                covered = member._get_model_param_range_map(parameter)["param"]
                 start, stop = covered.start, covered.end
-            yield Part(parameter, main, start, stop, each.optimizer)
+            yield Part(parameter, main, start, stop, member.optimizer)
 
 
 def _chained(optimizer: ChainedOptimizer) -> Iterator[Any]:
     """The optimizers of a chain and of nested chains, except those without parameters."""
-    for each in optimizer.chained_optimizers:
-        if isinstance(each, ChainedOptimizer):
-            yield from _chained(each)
-        elif not each.is_stub_optimizer:
-            yield each
+    for member in optimizer.chained_optimizers:
+        if isinstance(member, ChainedOptimizer):
+            yield from _chained(member)
+        elif not member.is_stub_optimizer:
+            yield member
 
 
 def _main_parameters(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:

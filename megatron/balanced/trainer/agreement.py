@@ -111,11 +111,11 @@ def _compare(values: dict[str, str], given: set[str]) -> str | None:
     store = dist.PrefixStore(f"{next(_comparisons)}", open_store("agreement"))
     store.set(f"digest/{own}", hashlib.sha256(json.dumps(values).encode()).hexdigest())
     if own == 0:
-        keys = [f"digest/{each}" for each in world]
+        keys = [f"digest/{peer}" for peer in world]
         _wait(store, keys)
         ranks: dict[str, list[int]] = {}
-        for each, digest in zip(world, store.multi_get(keys), strict=True):
-            ranks.setdefault(digest.decode(), []).append(each)
+        for peer, digest in zip(world, store.multi_get(keys), strict=True):
+            ranks.setdefault(digest.decode(), []).append(peer)
         asked = [known[0] for known in ranks.values()][:_ASKED] if len(ranks) > 1 else []
         store.set("asked", json.dumps(asked))
     else:
@@ -126,8 +126,8 @@ def _compare(values: dict[str, str], given: set[str]) -> str | None:
     if own in asked:
         store.set(f"values/{own}", text)
     if own == 0:
-        _wait(store, [f"values/{each}" for each in asked])
-        answers = [json.loads(store.get(f"values/{each}")) for each in asked]
+        _wait(store, [f"values/{peer}" for peer in asked])
+        answers = [json.loads(store.get(f"values/{peer}")) for peer in asked]
         store.set("line", _difference(list(ranks.values()), answers))
     _wait(store, ["line"])
     return store.get("line").decode()

@@ -163,8 +163,8 @@ def plan_lines(args: argparse.Namespace, config: BalanceConfig, frozen: int | No
         kind, axes = shared[config.sequences.domain]
         groups = groups_along(args, axes)
         if kind == "data-parallel":  # a large domain plans in groups
-            each = len(groups[0]) // number_of_groups(args.data_parallel_size)
-            groups = [ranks[at : at + each] for ranks in groups for at in range(0, len(ranks), each)]
+            size = len(groups[0]) // number_of_groups(args.data_parallel_size)
+            groups = [ranks[first : first + size] for ranks in groups for first in range(0, len(ranks), size)]
         lines.append(_scope("--balance-sequences", kind, groups))
         lines += _state_lines(args, len(groups[0]))
     if config.layers.enabled:

@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -134,8 +135,8 @@ def _collect(store: dist.Store, failure: _Failure) -> _Failure:
         kinds: dict[str, list[int]] = {}
         for line in store.get("failed").decode().splitlines():
             kinds.setdefault(line.split()[1], []).append(int(line.split()[0]))
-        failed = {each for ranks in kinds.values() for each in ranks}
-        left = {int(each) for each in store.get("left").split()} if store.check(["left"]) else set()
+        failed = {*chain.from_iterable(kinds.values())}
+        left = {*map(int, store.get("left").split())} if store.check(["left"]) else set()
         if len(failed | left | silent) == world_size() or time.monotonic() > deadline:
             break
         time.sleep(0.1)

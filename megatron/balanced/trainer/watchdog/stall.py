@@ -43,9 +43,9 @@ def ask_all() -> dict[int, str]:
     """Rank -> where its main thread is, for the ranks that answer in a few seconds."""
     store = open_store("stall", anew=True)
     number = store.add("asked", 1)
-    keys = {each: f"{number}/{each}" for each in range(world_size())}
+    keys = {peer: f"{number}/{peer}" for peer in range(world_size())}
     wait_for(store, list(keys.values()), _ANSWER_SECONDS)
-    return {each: store.get(key).decode() for each, key in keys.items() if store.check([key])}
+    return {peer: store.get(key).decode() for peer, key in keys.items() if store.check([key])}
 
 
 def name_ranks(numbers: Collection[int]) -> str:
@@ -120,8 +120,8 @@ class Watch:
     def _report(self, waited: float) -> None:
         answers = ask_all()
         ranks = defaultdict(list)
-        for each in range(world_size()):
-            ranks[answers.get(each, "no answer: it died or is stopped")].append(each)
+        for peer in range(world_size()):
+            ranks[answers.get(peer, "no answer: it died or is stopped")].append(peer)
         iteration, in_step = self._moment or (-1, False)
         where = f"iteration {iteration + 1}" if in_step else f"the work around iteration {iteration + 1}"
         does = "; ".join(f"{name_ranks(known)}: {text}" for text, known in ranks.items())
