@@ -13,9 +13,11 @@ Measured on 2026-11-26 on one NVIDIA H100 80GB HBM3, driver 580.159.04, torch 2.
   Transformer Engine's grouped products, which Megatron-LM 0.19.2 takes, are as fast with many rows. They start the
   product of each group apart, in 48 us: 4.67 and 5.19 ms for the six products of 16 and 18 fine experts.
 - The host: 14.3, 8.6 and 8.5 ms for the 132, 84 and 84 operations that `balancing.sequences.rounds` counted for a layer
-  with `chunks` (8 turns), `zones` and `ring`; an operation starts 1.4 kernels, each in 73 us. That engine started each
-  message by itself; the present one does a quarter to a third of the work (`python -m benchmarks.host`) and was not
-  measured on a GPU, so its operations cost less than this. NCCL starts a send and a receive in 104 us.
+  with `chunks` (8 turns), `zones` and `ring`. That engine started each message by itself. For the present one 104 us is
+  derived, not measured on a GPU: the four measured plans differ in Python's work by 3.9 times and in launches by 2.5,
+  and their times follow launches, 109 us each within 10 %, or 74 us and Python's work within 15 %. With either, the
+  launches and the work of the present engine come to 81 to 119 us an operation (`python -m benchmarks.costs`). It has
+  fewer: 23 for 132 with `chunks` on 8 ranks. NCCL starts a send and a receive in 104 us.
 - Copies: 3.0 TB/s, on an H200 4.3.
 """
 

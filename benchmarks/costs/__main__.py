@@ -3,7 +3,8 @@
     python -m benchmarks.costs             measured points against the table, forecasts beside published figures
     python -m benchmarks.costs --plans     plans under the sheet's one rate and under measured rates; a minute
 
-1. Points of one H100, fitted on half of them and shown on the other half (`benchmarks.costs.measured`).
+1. Points of one H100, fitted on half of them and shown on the other half, and what they say of the host of today's
+   engine (`benchmarks.costs.measured`).
 2. Attention alone in MagiAttention's setting: seven peers, and our planners (`benchmarks.costs.attention_alone`).
 3. Gains of experts by UltraEP and LAER (`benchmarks.whatif.gains`).
 
@@ -17,7 +18,7 @@ from collections.abc import Sequence
 
 from balancing.cluster.rates import ACCURACY
 from benchmarks.costs.attention_alone import GPUS, METHODS, OURS, PUBLISHED, modelled
-from benchmarks.costs.measured import Point, host_points, points
+from benchmarks.costs.measured import Point, host_points, host_today, points
 from benchmarks.costs.plans import planned
 from benchmarks.whatif.gains import compare_gains
 
@@ -55,6 +56,10 @@ def _points() -> bool:
         print(
             f"{point.what:44}{figures}  {'fitted' if point.fitted else 'shown'}  {KNOWN.get(point.what, '')}".rstrip()
         )
+    print(f"{'derived for today, not measured on a GPU':44}{'least':>9}{'most':>8}{'':8}{'table':>8}")
+    for row in host_today():
+        print(f"{row.what:44}{row.low:9.1f}{row.high:8.1f}{'':8}{row.table:8.1f}")
+    print()
     off = [point for point in found if _far(point) and point.what not in KNOWN]
     print(f"within {ACCURACY:.0%}: {len(found) - sum(map(_far, found))} of {len(found)} points\n")
     return not off
