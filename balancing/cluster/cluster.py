@@ -286,14 +286,22 @@ class Cluster:
         nics = max(1, round(self.nics_per_node * fewer))
         return replace(self, nodes=nodes, ranks_per_node=ranks_per_node, nics_per_node=nics)
 
-    def with_kernel(self, name: str) -> Self:
-        """The same hardware with attention planned as the kernel `name` computes it, if its rates are known.
+    def with_kernel(self, *names: str) -> Self:
+        """The same hardware with attention planned as the kernel `names` computes it, if its rates are known.
 
-        name: of `Rates.attention`, as in `balancing.sequences.engine`: "fa2", "fa3", "cudnn".
+        names: of `Rates.attention`, as in `balancing.sequences.engine`: "fa2", "fa3", "cudnn". Of several the fastest
+            on long documents.
         """
-        if self.rates is None or name not in dict(self.rates.attention):
+        known = [name for name in names if self.rates is not None and name in dict(self.rates.attention)]
+        if self.rates is None or not known:
             return self
-        return replace(self, rates=replace(self.rates, kernel=name))
+        return min((replace(self, rates=replace(self.rates, kernel=name)) for name in known), key=_long_seconds)
+
+
+def _long_seconds(cluster: Cluster) -> float:
+    """Seconds of a FLOP of attention on long documents and of the 2.5 of its backward pass."""
+    assert cluster.rates is not None
+    return 1 / cluster.rates.forward.flops + 2.5 / cluster.rates.backward.flops
 
 
 def _ranks_in_rack(world_size: int, rack: int, host: int) -> int:

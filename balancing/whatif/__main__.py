@@ -22,6 +22,7 @@ from balancing.experts import LoadTrace, read_load_trace
 from balancing.files import check_output, read_arrays, write_text
 from balancing.report import read_history, report_files
 from balancing.report.units import duration, share
+from balancing.sequences.engine.kernel_choice import KERNELS, planned_kernels
 from balancing.whatif.forecast import Forecast, forecast, verdict
 from balancing.whatif.gains import ROUTING
 from balancing.whatif.job import read_flags
@@ -121,12 +122,13 @@ def _forecasts(options: argparse.Namespace, flags: list[str]) -> tuple[str, list
     routing: str | LoadTrace = options.routing or _ROUTING
     if options.routing is not None and options.routing not in ROUTING and options.routing.endswith(".npz"):
         routing = read_load_trace(options.routing)
+    kernels = planned_kernels(job.attention_backend)
     groups, refused, capacity = [], [], None
     for number in gpus:
         try:
             # A job that does not fit one number of GPUs may fit another. It is an error if it fits none.
             on = job if job.global_batch_size is not None else job.on(gpus[0])  # sets the global batch
-            on, cluster = on.on(number), _cluster(options.cluster, number)
+            on, cluster = on.on(number), _cluster(options.cluster, number).with_kernel(*kernels)
         except ValueError as error:
             refused.append(f"Left out: {number:,} GPUs. {error}.")
             continue
@@ -137,6 +139,9 @@ def _forecasts(options: argparse.Namespace, flags: list[str]) -> tuple[str, list
     if not groups:
         raise ValueError(refused[0].removeprefix("Left out: ").rstrip("."))
     notes = [*refused, f"The balanced step is a model fitted to published runs; {FITTED_ERROR}."]
+    if lengths is not None and cluster.rates is not None:
+        kernel = KERNELS.get(cluster.rates.kernel, cluster.rates.kernel)
+        notes.append(f"Documents are spread for the rates of {kernel}; --attention-backend names another kernel.")
     if job.vocab_size is None:
         notes.append(f"--vocab-size is not given; a vocabulary of {job.vocabulary:,} is assumed.")
     if job.num_experts:

@@ -266,6 +266,16 @@ def test_a_setting_names_a_kernel_or_a_family(wanted, name):
     _check(choice.kernel)
 
 
+def test_plans_before_the_choice_assume_what_is_there():
+    planned = kernel_choice.planned_kernels
+    assert planned() == planned("flash") == ("fa2",), "torch has it"
+    assert planned("fused") == planned("fused", ("cudnn", "fa2")) == ("cudnn",)
+    assert planned("auto", ("fa2", "cudnn")) == ("cudnn", "fa2") and planned("fa3", ("fa2",)) == ("fa3",)
+    h100 = Cluster.preset("h100-8x400g")
+    assert h100.with_kernel(*planned("auto", ("fa2", "cudnn"))).rates.kernel == "cudnn"
+    assert h100.with_kernel(*planned("unfused")) == h100
+
+
 @pytest.mark.parametrize(
     ("wanted", "found", "said"),
     [

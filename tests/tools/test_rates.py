@@ -208,4 +208,8 @@ def test_a_cluster_plans_with_the_kernel_that_it_is_told():
     assert cluster.with_kernel("cudnn").rates.forward.flops > 1.3 * cluster.rates.forward.flops
     assert cluster.with_kernel("cudnn").with_kernel("fa2") == cluster
     assert hash(cluster.with_kernel("cudnn")) != hash(cluster), "caches tell them apart"
-    assert cluster.with_kernel("another") == cluster and Cluster.sheet("h100-8x400g").with_kernel("fa3").rates is None
+    assert cluster.with_kernel("fa2", "cudnn", "another").rates.kernel == "cudnn", "the fastest"
+    assert (
+        cluster.with_kernel("another") == cluster == cluster.with_kernel()
+        and Cluster.sheet("h100-8x400g").with_kernel("fa3").rates is None
+    )

@@ -225,6 +225,18 @@ def test_recorded_loads_and_lengths(tmp_path, capsys):
     assert f"{6 * 8 / 13:.2f}" in row
 
 
+def test_documents_are_spread_for_the_kernel_that_flags_name(tmp_path, capsys):
+    steps = {}
+    for backend in ("auto", "flash", "fused"):
+        given = f"--cluster h100-8x400g --gpus 64 --lengths prolong -- {LONG} --attention-backend {backend}"
+        assert main(["--json", str(tmp_path / "told.json"), *given.split()]) == 0
+        rates = "cuDNN by Transformer Engine" if backend == "fused" else "FlashAttention 2"
+        assert f"Documents are spread for the rates of {rates}" in " ".join(capsys.readouterr().out.split())
+        rows = {one["balancer"]: one for one in json.loads((tmp_path / "told.json").read_text())["forecasts"]}
+        steps[backend] = rows["sequences"]["step_seconds"] / rows["none"]["step_seconds"]
+    assert steps["auto"] == steps["flash"] != steps["fused"]
+
+
 def test_a_report_is_forecast(tmp_path, capsys):
     write_run(tmp_path, MadeUp(slow={0: 3.0, 1: 3.0}, hot={(2, 3): 4.0}), iterations=8)
     assert main([str(tmp_path), "--gpus", "8,16", "--iterations", "100", "--json", str(tmp_path / "told.json")]) == 0

@@ -12,7 +12,7 @@ with a warning. The last are matrix products, which take all.
 import importlib.metadata
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,7 +32,16 @@ from balancing.sequences.engine.kernel_trial import (
 )
 from balancing.sequences.engine.kernels import CPU, PRODUCTS, Kernel, OfOneSize, Pieces, refusal
 
-__all__ = ["KERNELS", "Choice", "KernelError", "KernelsInTurn", "choose_among", "choose_kernel", "kernels_of_gpu"]
+__all__ = [
+    "KERNELS",
+    "Choice",
+    "KernelError",
+    "KernelsInTurn",
+    "choose_among",
+    "choose_kernel",
+    "kernels_of_gpu",
+    "planned_kernels",
+]
 
 # Names that a setting may have -> what they stand for. Of equally fast kernels the first is taken.
 KERNELS = {
@@ -161,6 +170,17 @@ def choose_among(
     wrong = [f"{one.title} left out: {one.wrong}" for one in found.values() if one.wrong]
     line = "; ".join([*_rates_said(in_turn, rates), *wrong, *_said(absent), *_left(in_turn)])
     return Choice(KernelsInTurn(in_turn), chosen, f"attention: {line}", rates)
+
+
+def planned_kernels(wanted: str = "auto", there: Collection[str] = ("fa2",)) -> tuple[str, ...]:
+    """Names of the kernels among which `wanted` will choose, for `Cluster.with_kernel` before one is chosen.
+
+    wanted: as in `choose_kernel`.
+    there: names of what is installed, or assumed where nobody knows; torch has "fa2". If `wanted` names none of them,
+        all that it names.
+    """
+    named = _FAMILIES.get(wanted, (wanted,))
+    return tuple(name for name in named if name in there) or named
 
 
 def kernels_of_gpu(device: torch.device) -> list[tuple[str, str, Kernel]]:

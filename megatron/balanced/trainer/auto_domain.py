@@ -1,7 +1,7 @@
 """`--sequence-domain auto`: the ranks that share micro-batches, chosen by the cost model at start-up.
 
 Document lengths are read from a few blocks of the training set's index. All ranks read the same blocks, so all choose
-the same domain without communication.
+the same domain without communication, where the same kernels are installed on all; `agreement` compares it.
 """
 
 import argparse
@@ -50,9 +50,13 @@ def _settled(args: argparse.Namespace, config: BalanceConfig) -> tuple[str, str]
     from megatron.balanced.sequences.shape import attention_shape
     from megatron.balanced.shared.process_groups import cluster_of
     from megatron.balanced.trainer.dry_run import groups_along
+    from megatron.balanced.trainer.kernels import with_planned_kernel
 
     machine = cluster_from_flags(config, args.world_size)
-    context, data = (cluster_of(groups_along(args, axes)[0], machine) for axes in ("cp", "dp-cp"))
+    context, data = (
+        with_planned_kernel(cluster_of(groups_along(args, axes)[0], machine), config.sequences)
+        for axes in ("cp", "dp-cp")
+    )
     expert_ranks = args.expert_model_parallel_size * (args.expert_tensor_parallel_size or 1) if args.num_experts else 1
     steps = DrawnSteps(
         samples,

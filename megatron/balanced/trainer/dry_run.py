@@ -206,10 +206,12 @@ def _gain_lines(args: argparse.Namespace, config: BalanceConfig, frozen: int | N
     """What balancing would save, where `--cluster` says how fast the machine is."""
     from balancing.whatif.forecast import forecast, verdict, when_shorter  # runs that train do not need these
     from balancing.whatif.job import flag_table, read_recipe_flags
+    from megatron.balanced.trainer.kernels import with_planned_kernel
 
     cluster = cluster_from_flags(config, args.world_size)
     if cluster is None:
         return ["gain   not forecast without --cluster, which says how fast the machine is"]
+    cluster = with_planned_kernel(cluster, config.sequences)
     if frozen is None:
         return ["gain   not forecast: the model changes while it trains; --balance-report measures the gain"]
     layers = config.layers

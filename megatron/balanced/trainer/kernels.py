@@ -1,14 +1,20 @@
-"""One line at the start of a run: which kernels it runs, and why not faster ones."""
+"""Which kernels a run has: a line that also says why not faster ones, and those that plans assume before the choice."""
 
 import argparse
 import warnings
 
 import torch
 
+from balancing.cluster import Cluster
+from balancing.sequences.config import SequenceConfig
 from balancing.sequences.engine import merging
+from balancing.sequences.engine.kernel_choice import kernels_of_gpu, planned_kernels
 from megatron.balanced.cpu.device import is_cpu
+from megatron.balanced.trainer.dry_run import assumes_gpus
 
-__all__ = ["kernels_line"]
+__all__ = ["kernels_line", "with_planned_kernel"]
+
+_ASSUMED: tuple[str, ...] = ("cudnn", "fa2")  # on the machines of a dry run, which have Transformer Engine
 
 
 def kernels_line(args: argparse.Namespace) -> str:
@@ -23,6 +29,17 @@ def kernels_line(args: argparse.Namespace) -> str:
         grouped = engine and args.moe_grouped_gemm
         experts = f"; experts: {'Transformer Engine, grouped' if grouped else 'one after the other'}"
     return f"kernels: attention: {attention}{experts}"
+
+
+def with_planned_kernel(cluster: Cluster, sequences: SequenceConfig) -> Cluster:
+    """The cluster with attention as the kernel computes it that `sequences` will choose, for plans before the choice:
+    the fastest of those that it names and that are installed on this rank."""
+    there = _ASSUMED
+    if not assumes_gpus():
+        if is_cpu():  # whose only kernel has no rates in a preset
+            return cluster
+        there = tuple(name for name, *_ in kernels_of_gpu(torch.device("cuda", torch.cuda.current_device())))
+    return cluster.with_kernel(*planned_kernels(sequences.kernel, there))
 
 
 def _balanced_attention() -> str:
