@@ -22,10 +22,13 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-__all__ = ["ACCURACY", "TILE", "AttentionCurve", "AttentionPoint", "KernelPoints", "ProductCurve", "Rates"]
+__all__ = ["ACCURACY", "ONE_RATE", "TILE", "AttentionCurve", "AttentionPoint", "KernelPoints", "ProductCurve", "Rates"]
 
+# FLOP/s of flash attention over those of large matrix products, where nothing was measured: 0.57 on H200, 0.72 on A800.
+ONE_RATE = 0.6
 TILE = 128  # queries, and keys, of a tile of flash attention
 ACCURACY = 0.1  # largest error of a curve at a measured point that the tables of presets have
+_LENGTHS, _ROWS = (128, 512, 2048, 8192, 32768), (128, 1024, 8192)  # of points that are made from curves
 _WIDEST = 16  # most times that a length may be longer than the measured one before it
 
 
@@ -165,6 +168,16 @@ class Rates:
             measured=False,
         )  # fmt: skip
 
+    @classmethod
+    def of_one_rate(
+        cls, flops: float, *, operation_seconds: float, post_seconds: float, copy_bandwidth: float, source: str
+    ) -> Self:
+        """Rates that do not depend on lengths and rows, of a device with `flops` in large products."""
+        curve = AttentionCurve(flops * ONE_RATE, 0.0, 0.0)
+        points = KernelPoints(attention_points(curve), attention_points(curve))
+        rows, host = product_points(ProductCurve(flops, 0.0)), (operation_seconds, post_seconds, 0.0)
+        return cls("one rate", (("one rate", points),), rows, *host, copy_bandwidth, source, measured=False)
+
     def to_json(self) -> dict[str, Any]:
         """An object for `from_json`."""
         return {
@@ -207,18 +220,34 @@ class Rates:
 
 @cache
 def attention_curve(points: tuple[AttentionPoint, ...]) -> AttentionCurve:
-    """The curve through measured points, by least squares of relative errors."""
+    """The curve through measured points."""
     queries, keys, flops = np.array(points, dtype=np.float64).T
     pairs, rows, seconds = tile_pairs(queries, keys), -(-queries // TILE) * TILE, causal_pairs(queries, keys) / flops
-    of_pair, of_query, of_piece = _least_errors(np.stack([pairs, rows, np.ones(len(points))], 1) / seconds[:, None])
+    return fit_attention(np.stack([pairs, rows, np.ones(len(points))], 1), seconds)
+
+
+def fit_attention(work: np.ndarray, seconds: np.ndarray) -> AttentionCurve:
+    """The curve through measured calls, by least squares of relative errors.
+
+    work: float64 [call, 3]: pairs and queries, in whole tiles, and pieces. seconds: of each call and FLOP of a pair.
+    """
+    of_pair, of_query, of_piece = _least_errors(work / seconds[:, None])
     return AttentionCurve(1 / of_pair, of_query / of_pair, of_piece / of_pair)
 
 
 @cache
 def product_curve(points: tuple[tuple[int, float], ...]) -> ProductCurve:
-    """The curve through measured points, by least squares of relative errors."""
+    """The curve through measured points."""
     rows, flops = np.array(points, dtype=np.float64).T
-    of_row, of_group = _least_errors(np.stack([rows, np.ones(len(points))], 1) / (rows / flops)[:, None])
+    return fit_products(np.stack([rows, np.ones(len(points))], 1), rows / flops)
+
+
+def fit_products(work: np.ndarray, seconds: np.ndarray) -> ProductCurve:
+    """The curve through measured calls, by least squares of relative errors.
+
+    work: float64 [call, 2]: rows and groups. seconds: of each call and FLOP of a row.
+    """
+    of_row, of_group = _least_errors(work / seconds[:, None])
     return ProductCurve(1 / of_row, of_group / of_row)
 
 
@@ -226,6 +255,16 @@ def attention_rate(curve: AttentionCurve, queries: Any, keys: Any) -> Any:
     """FLOP/s of the curve for pieces as in `AttentionPoint`, with the pairs under the causal mask counted."""
     rows = -(-np.asarray(queries) // TILE) * TILE
     return causal_pairs(queries, keys) / curve.seconds(tile_pairs(queries, keys), rows, 1, 1.0)
+
+
+def attention_points(curve: AttentionCurve) -> tuple[AttentionPoint, ...]:
+    """Points of whole documents through which the curve goes."""
+    return tuple(AttentionPoint(tokens, tokens, float(attention_rate(curve, tokens, tokens))) for tokens in _LENGTHS)
+
+
+def product_points(curve: ProductCurve) -> tuple[tuple[int, float], ...]:
+    """Points through which the curve goes."""
+    return tuple((rows, float(product_rate(curve, rows))) for rows in _ROWS)
 
 
 def product_rate(curve: ProductCurve, rows: Any) -> Any:

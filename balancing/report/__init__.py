@@ -6,16 +6,36 @@ Afterwards `python -m balancing.report DIR` prints the slow stages, ranks, layer
 DIR/report.html.
 """
 
-from balancing.report.events import STANDARD_KEYS, EventLog, event, imbalance, observe
-from balancing.report.history import MOST_MICRO_BATCHES, Damage, History, read_history, report_files
+from balancing.report.events import (
+    MEASURED,
+    STANDARD_KEYS,
+    WARM_UP,
+    EventLog,
+    event,
+    imbalance,
+    measured_event,
+    observe,
+)
+from balancing.report.history import (
+    MOST_MEASURED,
+    MOST_MICRO_BATCHES,
+    Damage,
+    History,
+    measured_lines,
+    read_history,
+    report_files,
+)
 from balancing.report.record import IterationRecord, RankRecord, Span
 from balancing.report.scalars import scalars
 from balancing.report.summary import Summary, summarize
 from balancing.report.trace import TraceLog, read_trace, write_trace
 
 __all__ = [
+    "MEASURED",
+    "MOST_MEASURED",
     "MOST_MICRO_BATCHES",
     "STANDARD_KEYS",
+    "WARM_UP",
     "Damage",
     "EventLog",
     "History",
@@ -26,6 +46,8 @@ __all__ = [
     "TraceLog",
     "event",
     "imbalance",
+    "measured_event",
+    "measured_lines",
     "observe",
     "read_history",
     "read_trace",

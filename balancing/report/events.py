@@ -77,6 +77,14 @@ balancer "experts", "sequences", "layers" or "together", unit "step", action "tr
     pair_iterations, pair_ratios    [pair], of those since the line before: the later iteration, and the ratio
     on                  whether the balancer is on from now on
 
+balancer "cluster", unit "call", action "measured": calls of one kind in a step on one rank, from which
+`balancing.cluster.job_rates` takes rates of the machine; the imbalance is 1:
+    kind                "experts", or the kernel of attention
+    way                 "forward" or "backward"
+    flops               of a query-key pair, or of a row, forward
+    calls               [call][number]: pairs and queries in whole tiles and pieces, or rows and groups; device seconds;
+                        how many calls took as much, of which these seconds are the median
+
 balancer "training", unit "loss", action "no loss": no token of any rank counted for the loss of this step
 """
 
@@ -93,8 +101,10 @@ from balancing.files import check_output
 from balancing.report.exposed import exposed_seconds
 from balancing.report.record import IterationRecord, RankRecord
 
-__all__ = ["STANDARD_KEYS", "EventLog", "event", "imbalance", "observe"]
+__all__ = ["MEASURED", "STANDARD_KEYS", "WARM_UP", "EventLog", "event", "imbalance", "measured_event", "observe"]
 
+MEASURED = "measured"  # action of lines from which rates are taken
+WARM_UP = 2  # steps of a run whose calls are not measured
 STANDARD_KEYS = (
     "iteration",
     "balancer",
@@ -138,6 +148,11 @@ def event(
     after = imbalance_before if imbalance_after is None else imbalance_after
     values = (iteration, balancer, unit, imbalance_before, after, plan_ms, apply_ms, moved_bytes, action, reason)
     return dict(zip(STANDARD_KEYS, values, strict=True)) | more
+
+
+def measured_event(iteration: int, calls: dict[str, Any]) -> dict[str, Any]:
+    """A line on measured calls of one kind. iteration: from 0. calls: of `balancing.cluster.job_rates.Calls.line`."""
+    return event(iteration + 1, "cluster", "call", imbalance_before=1.0, action=MEASURED, **calls)
 
 
 class EventLog:

@@ -5,9 +5,10 @@ A damaged line is counted and left out. Of several lines for one iteration the l
 actions are accepted.
 """
 
+import contextlib
 import math
 import os
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,14 +17,26 @@ from typing import Any
 import numpy as np
 
 from balancing.files import parse_json
+from balancing.report.events import MEASURED
 from balancing.report.trace import TraceIteration, read_trace
 from balancing.trials import ClockGain, Pair
 
-__all__ = ["MEMORY", "MOST_MICRO_BATCHES", "STEPS", "Damage", "History", "read_history", "report_files"]
+__all__ = [
+    "MEMORY",
+    "MOST_MEASURED",
+    "MOST_MICRO_BATCHES",
+    "STEPS",
+    "Damage",
+    "History",
+    "measured_lines",
+    "read_history",
+    "report_files",
+]
 
 # Bounds of the values of a line. Below them sums over all ranks are exact in float64 and fit int64.
 MOST_LINE_BYTES = 64 << 20
 MOST_MICRO_BATCHES = 100_000  # of a rank in a step
+MOST_MEASURED = 1024  # lines of action "measured" that are read, the last ones
 _MOST_COUNT = 2**53  # tokens, bytes, attention area, iterations
 _MOST_NUMBER = 1e9  # seconds, and other numbers that are not counts
 _MOST_PLACE = 2**20  # number of a rank, stage, node, layer
@@ -100,7 +113,7 @@ class History:
 
     stages, layers, sequences    iteration -> its line of action "observe"
     experts      iteration -> layer -> its line of action "observe"
-    actions      every line whose action is neither "observe" nor "trial", in the order of the file
+    actions      every line whose action is not "observe", "trial" or "measured", in the order of the file
     by_the_clock balancer, or "together" -> what it gained in all trials so far (`balancing.trials`)
     pairs        balancer, or "together" -> the pairs of steps in these trials
     timelines    the iterations of the trace, oldest first
@@ -161,6 +174,8 @@ class History:
                 pairs = [Pair(*pair) for pair in zip(iterations, ratios, strict=True)]
                 self.pairs.setdefault(str(line["balancer"]), []).extend(pairs)
             self.by_the_clock[str(line["balancer"])] = ClockGain(ratio, low, high, _number(line, "pairs"))
+            return
+        if line["action"] == MEASURED:  # see `measured_lines`
             return
         if not observed:
             for name in _OF_ACTIONS:
@@ -244,6 +259,28 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
 def report_files(directory: Path) -> list[Path]:
     """The files that a report is read from. Nothing else may be written over them."""
     return [directory / "events.jsonl", directory / "trace.json"]
+
+
+def measured_lines(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The last lines of action "measured" in DIR/events.jsonl; none where there is no such file. Other lines are not
+    looked at, and lines that are no JSON objects are left out.
+
+    Raises ValueError, in one line, if the file cannot be read.
+    """
+    path, found = Path(directory) / "events.jsonl", deque[bytes](maxlen=MOST_MEASURED)
+    if not path.is_file():
+        return []
+    try:
+        found.extend(text for _, text in _lines(path) if f'"{MEASURED}"'.encode() in text)
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}; name a directory that can be read") from error
+    lines = []
+    for text in found:
+        with contextlib.suppress(ValueError):
+            line = parse_json(text)
+            if isinstance(line, dict) and line.get("action") == MEASURED:
+                lines.append(line)
+    return lines
 
 
 def read_history(directory: str | os.PathLike[str]) -> History:

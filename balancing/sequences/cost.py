@@ -30,11 +30,13 @@ from typing import NamedTuple
 import numpy as np
 
 from balancing.cluster import Cluster
+from balancing.cluster.rates import ONE_RATE
 from balancing.sequences.rounds import Asked, TurnTokens, plan_rounds, turn_tokens, what_is_asked
 from balancing.sequences.sequence_plan import TILE, AttentionShape, SequencePlan, layer_kinds, token_counts
 from balancing.sequences.traffic import LinkTokens, link_tokens_seconds, plan_links, remap_traffic, traffic_seconds
 
 __all__ = [
+    "REST",
     "TILE",
     "AttentionWork",
     "StepCost",
@@ -60,7 +62,6 @@ __all__ = [
 ]
 
 _BYTES = 2  # of bf16
-_ATTENTION_ACHIEVED = 0.6  # FLOP/s of flash attention over those of large matrix products: 0.57 on H200, 0.72 on A800
 _ATTENTION_BACKWARD, _LINEAR_BACKWARD = 2.5, 2.0  # over forward
 # Gathering only. _NEVER_HIDDEN: share of transfers that is exposed even with enough compute (the first keys, the last
 # gradients). _HIDES: share of compute that hides transfers, since turns wait for each other. With both, the modelled
@@ -69,7 +70,7 @@ _NEVER_HIDDEN, _HIDES = 0.15, 0.85
 # Least share of attention's time that routing must save. Hops have a cost: below this share, routing saved nothing on
 # the emulated cluster (benchmarks/log/sequences-emulated.md).
 _ROUTING_SAVES = 0.2
-_REST = 75  # operations of a dense layer outside attention, about 25 forward and 50 backward
+REST = 75  # operations of a dense layer outside attention, about 25 forward and 50 backward
 _PROJECTION = 10  # operations of a round to project keys from latents, 3 forward and 7 backward
 _RING_ROWS = 0.75  # of a rank's queries that a round of a zig-zag ring computes: all, or the later half
 _SUM_WIDTH = 2.0  # bytes of a key's gradient (float32, as rings sum them inside a node) over those of a key
@@ -195,9 +196,9 @@ def _layers_cost(
 def _host_seconds(asked: Asked, more: int, cluster: Cluster) -> float:
     """Seconds of the host to start all operations of one layer. more: operations besides those of `asked`."""
     if cluster.rates is None:
-        return (asked.operations + more + _REST) * cluster.host_seconds
+        return (asked.operations + more + REST) * cluster.host_seconds
     operations = (sum(asked.launches) + more) * cluster.rates.operation_seconds
-    return operations + sum(asked.messages) * cluster.rates.post_seconds + _REST * cluster.host_seconds
+    return operations + sum(asked.messages) * cluster.rates.post_seconds + REST * cluster.host_seconds
 
 
 def _attention(
@@ -375,7 +376,7 @@ def hidden_seconds(pairs: float, cluster: Cluster, shape: AttentionShape) -> flo
 def _long_seconds(pairs: float, cluster: Cluster, flops_of_pair: float) -> tuple[float, float]:
     """Seconds of `pairs` query-key pairs of long pieces in one layer, forward and backward."""
     if cluster.rates is None:
-        forward = pairs * flops_of_pair / (cluster.flops * _ATTENTION_ACHIEVED)
+        forward = pairs * flops_of_pair / (cluster.flops * ONE_RATE)
         return forward, _ATTENTION_BACKWARD * forward
     rates = cluster.rates
     return (
@@ -415,7 +416,7 @@ def hidden_tokens(cluster: Cluster, shape: AttentionShape, bandwidth: float) -> 
 
     bandwidth: bytes/s of the ring's slowest link. With an infinite bandwidth the result is 0.
     """
-    flops = cluster.flops * _ATTENTION_ACHIEVED if cluster.rates is None else cluster.rates.forward.flops
+    flops = cluster.flops * ONE_RATE if cluster.rates is None else cluster.rates.forward.flops
     return kv_bytes(shape) / bandwidth / (pair_flops(shape.heads, shape.head_size, shape.value_size) / 2 / flops)
 
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from balancing.cluster import Cluster
 from balancing.cluster.links import exchange_seconds
+from balancing.cluster.rates import ONE_RATE
 from balancing.experts import ExpertShape, LoadTrace, TransferWindow, layer_cost, plan_replicas, traffic
 from balancing.sequences.cost import step_cost, whole_seconds
 from balancing.sequences.domain_choice import WORTH as DOMAIN_WORTH
@@ -56,7 +57,6 @@ _SHARED_BATCHES = 2  # planned, of micro-batches that replicas share
 _MOST_RANKS = 256  # that are planned together
 _AREAS = 1024  # micro-batches whose attention is drawn
 _TRIALS = 8
-_ATTENTION_ACHIEVED = 0.6  # the value in `balancing.sequences.cost`
 
 
 @dataclass(frozen=True)
@@ -289,7 +289,7 @@ def _planned(model: StepModel, batches: Sequence[tuple[int, ...]], ranks: int, m
         per_node -= 1
     cluster = model.cluster.relabel(ranks // per_node, per_node)
     if cluster.rates is None:
-        cluster = replace(cluster, flops=cluster.flops * model.efficiency.attention / _ATTENTION_ACHIEVED)
+        cluster = replace(cluster, flops=cluster.flops * model.efficiency.attention / ONE_RATE)
     seconds = alone = fullest = 0.0
     for lengths in batches:
         plan = plan_sequences(lengths, cluster, shape=shape, method=method)
@@ -308,4 +308,4 @@ def _alone(area: np.ndarray, lengths: Sequence[int], cluster: Cluster, shape: At
     if cluster.rates is not None:
         return float(whole_seconds(lengths, cluster, shape).sum()) / len(area)
     pairs = 2.0 * shape.heads * (shape.head_size + shape.value_size)
-    return float(area.mean()) * pairs * 3.5 / (cluster.flops * _ATTENTION_ACHIEVED)
+    return float(area.mean()) * pairs * 3.5 / (cluster.flops * ONE_RATE)

@@ -259,6 +259,12 @@ class ExpertBalancer(StepCallback):
             f"are free beside the optimizer; {int(free // (need / slots))} would fit{more}"
         )
 
+    def use_cluster(self, cluster: Cluster) -> None:
+        """Plans that have been submitted are made as they were begun."""
+        self._machine = cluster
+        self._cluster = cluster_of(dist.get_process_group_ranks(self._process_group), cluster)
+        self._planner.use_cluster(cluster, self._cluster)
+
     def will_route(self, loads: Sequence[Any]) -> None:
         """Announce the routing of the next training schedule, if it is known. Replicas are placed for it. All ranks
         call it together, before each such schedule.

@@ -120,6 +120,11 @@ class ReplicaPlanner:
         self.plan_ms = 0.0  # of the last placements that were adopted, all layers together
         self.waited_ms = 0.0
 
+    def use_cluster(self, machine: Cluster, cluster: Cluster) -> None:
+        """Plan with these from now on, as in the constructor, once the submitted plans are made."""
+        self.wait()
+        self._machine, self._cluster = machine, cluster
+
     def submit(
         self, layer: BalancedMoELayer, plan: LayerPlan, loads: list[Any], iteration: int, overlap: Overlap
     ) -> None:

@@ -8,6 +8,7 @@ iterations the records of all ranks are gathered and written (`megatron.balanced
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,11 +17,13 @@ from megatron.core import mpu
 from megatron.core.utils import unwrap_model
 
 from balancing.clock import CpuClock, CudaClock
+from balancing.cluster.job_rates import Calls
 from balancing.launch import detect_launch
-from balancing.report import RankRecord, Span
+from balancing.report import WARM_UP, RankRecord, Span, measured_event
 from balancing.report.exposed import exposed_spans
 from balancing.sequences import SequencePlan, causal_area, zigzag_area
 from megatron.balanced.cpu.device import is_cpu
+from megatron.balanced.observe.own_rates import OwnRates
 from megatron.balanced.observe.report_writer import ReportWriter
 from megatron.balanced.observe.timing_hooks import Step, TimingHooks
 from megatron.balanced.shared.callbacks import StepCallback
@@ -35,22 +38,30 @@ class Observer(StepCallback):
     interval: iterations from one write to the next.
     measures: whether the layer balancer uses the records.
     splits_rows: whether context-parallel ranks split a packed row as a whole, and not each document by itself.
+    own_rates: gives planners what the report has measured.
 
     The attribute `measured` is (iteration from 0, record of this rank) of the last iteration that the device has
     finished. It is None unless `measures`, and for an iteration that was set aside.
     """
 
     def __init__(
-        self, writer: ReportWriter | None = None, *, interval: int = 1, measures: bool, splits_rows: bool = False
+        self,
+        writer: ReportWriter | None = None,
+        *,
+        interval: int = 1,
+        measures: bool,
+        splits_rows: bool = False,
+        own_rates: OwnRates | None = None,
     ) -> None:
         self.measured: tuple[int, RankRecord] | None = None
         self._writer, self._interval = writer, interval
-        self._measures, self._splits_rows = measures, splits_rows
+        self._measures, self._splits_rows, self._own_rates = measures, splits_rows, own_rates
         self._config: Any = None  # of the model
         clock = CpuClock() if is_cpu() else CudaClock()
         self._hooks = TimingHooks(clock, counts_tokens=self._writer is not None)
         self._steps: list[Step] = []  # not written yet
         self._aside = False  # whether the step in progress is set aside
+        self._ended = 0  # steps of this run
 
     @property
     def weight_gradients(self) -> Callable[[torch.nn.Module, int], AbstractContextManager[None]]:
@@ -148,6 +159,10 @@ class Observer(StepCallback):
         if self.step is None:
             return
         self.step.aside = aside
+        self._ended += 1
+        first = not (mpu.get_expert_model_parallel_rank() or mpu.get_expert_data_parallel_rank())
+        if self.step.expert_calls and first and self._ended > WARM_UP:
+            self.note(partial(self._expert_calls, self.step.iteration, self.step.expert_calls))
         self._steps.append(self._hooks.end_step())
         # The step that just ended may still be running on the device; the ones before it are not.
         self.measured = None
@@ -158,8 +173,22 @@ class Observer(StepCallback):
         if self._writer is None:
             del self._steps[:-1]
         elif len(self._steps) > self._interval:
-            self._write(self._steps[:-1])
+            lines = self._write(self._steps[:-1])
             del self._steps[:-1]
+            if self._own_rates is not None:
+                self._own_rates.agree(lines, self._writer.process_group)
+
+    def _expert_calls(self, iteration: int, calls: list[Any]) -> dict[str, Any] | None:
+        """The event of a step's calls of this rank's experts, of layers with experts of the first one's size."""
+        of_size = [call[1:] for call in calls if call[0] == calls[0][0]]
+        timed = [
+            (rows, groups, self._hooks.clock.seconds(begin, begin, end)[2]) for rows, groups, begin, end in of_size
+        ]
+        timed = [each for each in timed if min(each) > 0]
+        if not timed:
+            return None
+        told = Calls("experts", "forward", calls[0][0], [each[:2] for each in timed], [each[2] for each in timed])
+        return measured_event(iteration, told.line())
 
     def abandon_schedule(self) -> None:
         """Drop what was measured of a step that has failed."""
@@ -179,10 +208,11 @@ class Observer(StepCallback):
             self._writer.close()
         self._steps.clear()
 
-    def _write(self, steps: list[Step]) -> None:
+    def _write(self, steps: list[Step]) -> list[dict[str, Any]]:
+        """Returns the lines that were measured, on the last rank."""
         assert self._writer is not None
         records = [step.record or self._record(step) for step in steps]
-        self._writer.write([step.iteration for step in steps], records, self._config)
+        return self._writer.write([step.iteration for step in steps], records, self._config)
 
     def _record(self, step: Step) -> RankRecord:
         rank, seconds = dist.get_rank(), self._hooks.clock.seconds

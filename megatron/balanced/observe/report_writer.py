@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core import ModelParallelConfig
 
 from balancing.ranges import name_ranges
-from balancing.report import EventLog, IterationRecord, RankRecord, TraceLog, observe, scalars
+from balancing.report import MEASURED, EventLog, IterationRecord, RankRecord, TraceLog, observe, scalars
 
 __all__ = ["ReportWriter"]
 
@@ -57,8 +57,11 @@ class ReportWriter:
             self._log, self._trace = EventLog(self._directory), TraceLog(self._directory)
         return self._log, self._trace
 
-    def write(self, iterations: list[int], records: list[RankRecord], config: ModelParallelConfig | None) -> None:
+    def write(
+        self, iterations: list[int], records: list[RankRecord], config: ModelParallelConfig | None
+    ) -> list[dict[str, Any]]:
         """Gather this rank's `records`, one for each of `iterations` (from 0), on the last rank and write them there.
+        Returns the lines that were measured, there.
 
         config: of the model; None without records.
 
@@ -70,17 +73,25 @@ class ReportWriter:
         gathered = [None] * (last + 1) if dist.get_rank() == last else None
         dist.gather_object(records, gathered, dst=last, group=self._group)
         if gathered is None:
-            return
+            return []
         log, trace = self._open()
+        measured = []
         for iteration, *ranks in zip(iterations, *gathered, strict=True):
             record = replace(_joined(iteration, ranks, config), kinds=self._kinds)
             events = observe(record) + [line for rank in ranks for line in rank.events]
             log.write(events)
+            measured += [line for line in events if line["action"] == MEASURED]
             trace.add(record)
             self._write_scalars(iteration, scalars(events))
         if time.monotonic() - self._trace_written > _TRACE_SECONDS:
             trace.write()
             self._trace_written = time.monotonic()
+        return measured
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """Of the last `write`, with all ranks."""
+        return self._group
 
     def _write_scalars(self, iteration: int, values: dict[str, float]) -> None:
         tensorboard, wandb = self._writers()

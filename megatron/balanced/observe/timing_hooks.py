@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from megatron.core.pipeline_parallel.utils import ScheduleNode
 from megatron.core.timers import DummyTimer
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 
 from balancing.clock import DeviceClock
@@ -34,6 +35,7 @@ from megatron.balanced.shared.tail import computations, part_of, tail_of
 __all__ = ["Step", "TimingHooks"]
 
 Mark = Any
+_MOST_CALLS = 128  # of experts that are timed in a step
 
 
 @dataclass
@@ -49,6 +51,7 @@ class Step:
     area: query-key pairs that attention computes on this rank.
     longest: tokens of the longest document.
     expert_tokens: by layer, int64 [experts]; on the host once the device has passed the end of the step.
+    expert_calls: of a rank's experts, forward: FLOPs of a row, rows, groups, begin, end.
     events: of balancers, or functions that return them once the device has passed the end of the step.
     record: made from the marks when they are read.
     aside: whether the step ran otherwise than the others, as trials let it.
@@ -64,7 +67,8 @@ class Step:
     area: int = 0
     longest: int = 0
     expert_tokens: dict[int, torch.Tensor] = field(default_factory=dict)
-    events: list[dict[str, Any] | Callable[[], dict[str, Any]]] = field(default_factory=list)
+    expert_calls: list[tuple[float, float, float, Mark, Mark]] = field(default_factory=list)
+    events: list[dict[str, Any] | Callable[[], dict[str, Any] | None]] = field(default_factory=list)
     record: RankRecord | None = None
     aside: bool = False
 
@@ -109,6 +113,8 @@ class TimingHooks:
         for module in layer.modules() if self._counts_tokens else ():
             if isinstance(module, TopKRouter):
                 self._watch_router(module, layer.layer_number - 1, layer)
+            if isinstance(module, MoELayer):
+                self._watch_experts(module.experts)
         if layer.config.overlap_moe_expert_parallel_comm:
             return
         part = _Part(self, layer.layer_number - 1, chunk)
@@ -139,6 +145,23 @@ class TimingHooks:
             self.step.expert_tokens[number] = tokens if counted is None else counted.add_(tokens)
 
         router.register_forward_hook(count)
+
+    def _watch_experts(self, experts: torch.nn.Module) -> None:
+        """Put hooks on a rank's experts. A pass with replicas may wait for weights; medians are taken of many."""
+        flops = 2.0 * sum(weight.numel() for weight in experts.parameters()) / max(1, experts.num_local_experts)
+        begins: list[Mark] = []
+
+        def enter(module: torch.nn.Module, *unused: Any) -> None:
+            if self.step is not None and len(self.step.expert_calls) < _MOST_CALLS and module.training:
+                begins[:] = [self.clock.mark()]
+
+        def leave(module: torch.nn.Module, args: tuple, output: Any) -> None:
+            if begins and self.step is not None:
+                call = flops, float(args[0].shape[0]), float(args[1].shape[0]), begins.pop(), self.clock.mark()
+                self.step.expert_calls.append(call)
+
+        experts.register_forward_pre_hook(enter)
+        experts.register_forward_hook(leave)
 
     def _watch_embedding(self, embedding: torch.nn.Module, chunk: int, tail: "_Part | None") -> None:
         """Put hooks on the embedding. Its passes inside the tail are part of `tail`."""

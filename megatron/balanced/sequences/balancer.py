@@ -16,9 +16,11 @@ from megatron.core import mpu
 from megatron.core.utils import get_model_config, unwrap_model
 
 from balancing.cluster import Cluster
+from balancing.report import WARM_UP
 from balancing.sequences.config import SequenceConfig
 from balancing.sequences.engine.kernels import accumulation_dtype
-from megatron.balanced.sequences.events import Share, step_event
+from balancing.sequences.engine.timed_kernel import TimedKernel
+from megatron.balanced.sequences.events import Share, calls_event, step_event
 from megatron.balanced.sequences.in_place import AttentionInPlace
 from megatron.balanced.sequences.shape import attention_shape
 from megatron.balanced.sequences.tokens import Sharing, Tokens
@@ -57,13 +59,13 @@ class SequenceBalancer(StepCallback):
         *,
         job: Job | None = None,
         cluster: Cluster | None = None,
-        report: Callable[[Callable[[], dict[str, Any]]], None] | None = None,
+        report: Callable[[Callable[[], dict[str, Any] | None]], None] | None = None,
         tokens: Tokens | None = None,
         had_kernel: str | None = None,
     ) -> None:
         check_model("SequenceBalancer", chunks, recaptures=(job or Job).recaptures, wrapped=tokens is None)
         self.chunks, self.config = list(chunks), config or SequenceConfig(enabled=True)
-        self._report, self._iteration = report, 0
+        self._report, self._iteration, self._ended = report, 0, 0
         self._sample_rows = 0 if job is None else job.micro_batch_size * job.seq_length
         self._tokens: Tokens = AttentionInPlace() if tokens is None else tokens
         model = get_model_config(chunks[0])
@@ -118,12 +120,17 @@ class SequenceBalancer(StepCallback):
         if not batches or self._report is None or self.left_out:
             return
         spent_by_rank = self._gather(spent)
+        timed = self.kernel.kernel
+        calls = timed.take() if isinstance(timed, TimedKernel) else []
+        self._ended += 1
         domain, cluster, shape = self._sharing.domain, self._sharing.cluster, self._sharing.shape
         if not mpu.get_tensor_model_parallel_rank() and not domain.rank:
             stage, replica = mpu.get_pipeline_model_parallel_rank(), mpu.get_data_parallel_rank()
             place = stage, replica, self._tokens.padded, self._tokens.step_seconds
             share = Share(domain, cluster, shape, self.kernel.name, dict(self.kernel.rates), *place)
             self._report(partial(step_event, self._iteration, batches, spent_by_rank, share))
+            for way in ("forward", "backward") if self._ended > WARM_UP else ():
+                self._report(partial(calls_event, self._iteration, timed, calls, way, self.kernel.name))
 
     def _gather(self, numbers: list[int]) -> np.ndarray:
         """int64 [rank, number], the numbers of all ranks of the domain."""

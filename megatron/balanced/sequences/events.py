@@ -8,14 +8,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from balancing.cluster import Cluster
-from balancing.report import event, imbalance
+from balancing.report import event, imbalance, measured_event
 from balancing.sequences import AttentionShape, SequenceAttention, SequencePlan
+from balancing.sequences.engine.timed_kernel import TimedKernel
 from balancing.sequences.micro_batches import document_seconds
 from balancing.sequences.plan import zone_shares
 from balancing.sequences.sequence_plan import causal_area, layer_kinds, zigzag_areas
 from megatron.balanced.sequences.domain import Domain
 
-__all__ = ["MicroBatch", "Share", "StepRecord", "step_event"]
+__all__ = ["MicroBatch", "Share", "StepRecord", "calls_event", "step_event"]
 
 
 class MicroBatch(NamedTuple):
@@ -102,6 +103,15 @@ class StepRecord:
         """Returns the micro-batches of the step."""
         batches, self._batches = self._batches or [], None
         return batches
+
+
+def calls_event(iteration: int, kernel: TimedKernel, taken: list[Any], way: str, name: str) -> dict[str, Any] | None:
+    """The event of a step's calls of the kernel of attention `name`; None if there are none.
+
+    iteration: from 0. taken, way: as in `TimedKernel.told`.
+    """
+    calls = kernel.told(taken, way, name)
+    return None if calls is None else measured_event(iteration, calls.line())
 
 
 def step_event(

@@ -15,11 +15,14 @@ import torch.distributed as dist
 from megatron.core import mpu
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from balancing.clock import CpuClock, CudaClock
 from balancing.cluster import Cluster
 from balancing.messages import connect
 from balancing.sequences import AttentionShape
 from balancing.sequences.config import SequenceConfig
 from balancing.sequences.engine.kernel_choice import Choice, choose_kernel
+from balancing.sequences.engine.timed_kernel import TimedKernel
+from megatron.balanced.cpu.device import is_cpu
 from megatron.balanced.sequences.domain import Domain
 from megatron.balanced.sequences.events import StepRecord
 from megatron.balanced.sequences.planner import Planner
@@ -74,7 +77,7 @@ class Sharing:
         config, model, shape: as above. Data-parallel ranks share micro-batches unless config.domain is "context".
         machine: the cluster of the job; None for defaults.
         timeout_minutes: of new process groups.
-        timed: whether someone reads the times of messages.
+        timed: whether someone reads the times of messages and of calls of the kernel.
         had_kernel: the name of the kernel of attention that a resumed run had.
 
         Raises KernelError, a ValueError, if the kernel that `config` names does not run here.
@@ -83,6 +86,8 @@ class Sharing:
         kernel = choose_kernel(device, heads_of_rank(shape, model), config.kernel, had=had_kernel)
         if device.type != "cpu":  # which has one kernel, named in the line on all kernels
             print_once(f"> {kernel.line}")
+        if timed:
+            kernel = kernel._replace(kernel=TimedKernel(kernel.kernel, CpuClock() if is_cpu() else CudaClock()))
         domain = Domain.context_parallel() if config.domain == "context" else Domain.data_parallel()
         if config.domain == "context":
             process_group = layers = mpu.get_context_parallel_group()

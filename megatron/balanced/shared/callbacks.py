@@ -94,6 +94,9 @@ class StepCallback:
     def head_arrived(self, model: Any) -> None:
         """`model`, a chunk of this rank, has received the final norm and the head from a rank that has left."""
 
+    def use_cluster(self, cluster: Any) -> None:
+        """Plan for this `Cluster` of the whole job from now on. Called between steps, with the same on all ranks."""
+
     def held(self) -> HeldBytes:
         """The memory that this callback needs, for planners of the free memory. Called between steps and at
         `attach`."""

@@ -12,7 +12,15 @@ from balancing.cluster import Cluster
 from balancing.launch import detect_launch
 from balancing.messages import connect
 
-__all__ = ["SocketLimitError", "cluster_of", "duplicate_group", "gather_objects", "options_like", "split_group"]
+__all__ = [
+    "SocketLimitError",
+    "cluster_of",
+    "default_machine",
+    "duplicate_group",
+    "gather_objects",
+    "options_like",
+    "split_group",
+]
 
 _SPARE_FILES = 256  # files that a rank may open in addition to the sockets of a new group
 _OPTIONS = ("cga_cluster_size", "max_ctas", "min_ctas", "net_name")  # NCCL options that a user can set
@@ -33,9 +41,13 @@ def cluster_of(ranks: list[int], cluster: Cluster | None) -> Cluster:
     if len(ranks) % nodes or ranks != sorted(ranks):
         nodes = 1
     if cluster is None:
-        on_cpus = dist.is_initialized() and "nccl" not in dist.get_backend()
-        cluster = Cluster.sheet("h200-8x400g") if on_cpus else Cluster.preset("h200-8x400g")
+        cluster = default_machine(on_cpus=dist.is_initialized() and "nccl" not in dist.get_backend())
     return cluster.relabel(nodes=nodes, ranks_per_node=len(ranks) // nodes)
+
+
+def default_machine(*, on_cpus: bool) -> Cluster:
+    """A node for plans without `--cluster`."""
+    return Cluster.sheet("h200-8x400g") if on_cpus else Cluster.preset("h200-8x400g")
 
 
 def duplicate_group(group: dist.ProcessGroup, timeout_minutes: float, *, on_host: bool = False) -> dist.ProcessGroup:

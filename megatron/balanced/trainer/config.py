@@ -7,18 +7,25 @@ The settings of each balancer are a dataclass of `balancing`. They come from fla
 import argparse
 import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from balancing.cluster import PRESETS, Cluster
+from balancing.cluster.job_rates import measured_cluster
 from balancing.experts.config import ExpertConfig
 from balancing.launch import detect_launch
 from balancing.layers.config import LayerConfig
+from balancing.report import measured_lines
 from balancing.sequences.config import SequenceConfig
 from balancing.settings import SettingError, check_settings, setting
 from balancing.trials import TrialConfig
+from megatron.balanced.cpu.device import is_cpu
+from megatron.balanced.shared.process_groups import default_machine
 from megatron.balanced.trainer.config_file import fields_of_file, read_file
 
-__all__ = ["BalanceConfig", "ReportConfig", "add_flags", "cluster_from_flags", "config_from_flags"]
+__all__ = ["AUTO", "BalanceConfig", "ReportConfig", "add_flags", "cluster_from_flags", "config_from_flags"]
+
+AUTO = "auto"  # of --cluster
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,10 +74,12 @@ class BalanceConfig:
     cluster: str | None = setting(
         None,
         "Compute and link speeds for the planners' cost model: "
-        f"{', '.join(PRESETS)}, or a file that python -m balancing.cluster --measure wrote. Without it, sequences are "
-        "planned for H200 GPUs (on CPUs by area), and the other balancers balance load without regard to costs.",
+        f"{', '.join(PRESETS)}, a file that python -m balancing.cluster --measure wrote, the DIR of an earlier run's "
+        "--balance-report, or auto: what this job's --balance-report DIR measures and has measured before. Without it, "
+        "sequences are planned for H200 GPUs (on CPUs by area), and the other balancers balance load without regard to "
+        "costs.",
         flag="--cluster",
-        metavar="PRESET|FILE",
+        metavar="PRESET|FILE|DIR|auto",
     )
     fill_with_weight_gradients: bool = setting(
         False,
@@ -199,10 +208,27 @@ def _section(args: argparse.Namespace, section: str, given: dict[str, _Given]) -
 
 
 def cluster_from_flags(config: BalanceConfig, world_size: int) -> Cluster | None:
-    """The cluster that `--cluster` describes, None without that flag.
+    """The cluster that `--cluster` describes. None without that flag, and for `auto` without measurements yet.
 
     Raises ValueError if it does not fit the ranks of this job.
     """
-    if config.cluster is None:
+    given = config.cluster
+    if given is None:
         return None
-    return Cluster.from_spec(config.cluster, world_size, ranks_per_node=detect_launch().ranks_per_node)
+    per_node = detect_launch().ranks_per_node
+    if given == AUTO and config.balance_report is None:
+        raise ValueError("--cluster auto takes what --balance-report measures; add --balance-report DIR")
+    folder = config.balance_report if given == AUTO else given if Path(given).is_dir() else None
+    if folder is None:
+        return Cluster.from_spec(given, world_size, ranks_per_node=per_node)
+    base = default_machine(on_cpus=is_cpu()).relabel(max(1, world_size // per_node), min(per_node, world_size))
+    try:
+        found = measured_cluster(base, measured_lines(folder))
+    except ValueError as error:
+        raise ValueError(f"--cluster {given}: {Path(folder) / 'events.jsonl'}: {error}; name another report") from error
+    if found is None and given != AUTO:
+        raise ValueError(
+            f"--cluster {given}: the report has not measured enough calls of balanced attention or experts; record a "
+            "longer run with --balance-report, or name a preset"
+        )
+    return None if found is None else found[0]

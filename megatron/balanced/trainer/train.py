@@ -24,6 +24,7 @@ from megatron.balanced.experts.balancer import ExpertBalancer, ReplicaMemoryErro
 from megatron.balanced.layers.filled_schedule import WeightGradientFill
 from megatron.balanced.observe.empty_steps import EmptySteps
 from megatron.balanced.observe.observer import Observer
+from megatron.balanced.observe.own_rates import OwnRates
 from megatron.balanced.observe.report_writer import ReportWriter
 from megatron.balanced.observe.trials import StepTrials
 from megatron.balanced.sequences.attention import use_document_positions
@@ -35,7 +36,7 @@ from megatron.balanced.shared.process_groups import SocketLimitError
 from megatron.balanced.trainer import patches
 from megatron.balanced.trainer.checks.checkpoints import KERNEL_ARGUMENT, kernel_of_checkpoint, nothing_to_load
 from megatron.balanced.trainer.checks.sequences import steps_ahead
-from megatron.balanced.trainer.config import BalanceConfig, cluster_from_flags
+from megatron.balanced.trainer.config import AUTO, BalanceConfig, cluster_from_flags
 from megatron.balanced.trainer.data import forward_step, is_packed, train_valid_test_datasets
 from megatron.balanced.trainer.dry_run import plan_lines
 from megatron.balanced.trainer.kernels import kernels_line
@@ -120,6 +121,8 @@ def _features(
     """The callbacks of the features that are on, of the model's extension and of the caller, in the order in which
     their steps begin; the provider of datasets; the forward step."""
     cluster = cluster_from_flags(config, args.world_size)
+    if config.cluster == AUTO and cluster is not None and cluster.rates is not None:
+        print_rank_0(f"> --cluster auto: {cluster.rates.source}")
     job = Job(args.seq_length, args.micro_batch_size, args.distributed_timeout_minutes, recaptures=True)
     features: list[StepCallback | Callable] = []
     observer = tokens = None
@@ -219,12 +222,21 @@ def _observer(args: argparse.Namespace, config: BalanceConfig) -> Observer:
             kinds=() if args.hybrid_layer_pattern is None else read_pattern(args.hybrid_layer_pattern).kinds,
             writers=lambda: (get_tensorboard_writer(), get_wandb_writer()),
         )
+    own_rates = None
+    if config.cluster == AUTO and config.experts.enabled:
+        own_rates = OwnRates(cluster_from_flags(config, args.world_size), _use_cluster)
     return Observer(
         writer,
         interval=config.report.interval,
         measures=config.layers.enabled,
         splits_rows=is_packed(args) and not args.sft,
+        own_rates=own_rates,
     )
+
+
+def _use_cluster(cluster: Cluster) -> None:
+    for callback in registered:
+        callback.use_cluster(cluster)
 
 
 def _say_first(note: str, forward: Callable) -> Callable:

@@ -1,0 +1,69 @@
+"""`--cluster auto`: planners get what the job measures, and no number changes when they do."""
+
+import contextlib
+import io
+import json
+from typing import Any
+
+from balancing.report import measured_lines
+from tests.experts.test_training import BASE
+from tests.support.corpus import heavy_tailed, write_documents
+from tests.support.refusals import assert_refused
+from tests.support.settings import settings
+from tests.support.training import EXACT, MOCK_DATA, MODEL, RankRun, assert_close, join, train, train_rank
+
+EP2 = "--expert-model-parallel-size 2"
+OFTEN = settings("report", interval=2)
+
+
+def _train(argv: list[str]) -> tuple[RankRun, str]:
+    """A rank's run, and what it printed."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        run = train_rank(argv, True)
+    return run, said.getvalue()
+
+
+def _kinds(folder: Any) -> set[tuple[str, str]]:
+    return {(line["kind"], line["way"]) for line in measured_lines(folder)}
+
+
+def test_experts_are_planned_by_measured_rates_from_the_middle_of_a_run(pool, tmp_path):
+    flags = (
+        f"{EP2} --balance-experts {settings('experts', min_gain=0)} --cluster auto --balance-report {tmp_path} {OFTEN}"
+    )
+    runs = pool.run(2, _train, [*BASE, *flags.split()])
+    assert_close(join([run for run, _ in runs]), train(pool, 2, EP2, base=BASE, parameters=True))
+    lines = [line for line in runs[0][1].splitlines() if "--cluster auto" in line]
+    assert len(lines) == 1 and "from now on: measured experts" in lines[0] and lines[0].endswith(" calls")
+    assert "--cluster auto" not in runs[1][1], "one rank says so"
+    assert _kinds(tmp_path) == {("experts", "forward")}
+    assert all(line["iteration"] > 2 for line in measured_lines(tmp_path)), "the first steps are not measured"
+
+
+def test_documents_are_planned_by_what_an_earlier_run_measured(pool, tmp_path):
+    data = write_documents(tmp_path / "documents", heavy_tailed(400, seed=1))
+    base = [*MODEL, *EXACT, *data, *"--dataloader-inter-document-masking --train-iters 8".split()]
+    report = tmp_path / "report"
+    flags = f"--context-parallel-size 2 --balance-sequences --cluster auto --balance-report {report} {OFTEN}"
+    first, again = (pool.run(2, _train, [*base, *flags.split()]) for _ in range(2))
+    assert _kinds(report) == {("cpu", "forward"), ("cpu", "backward")}
+    assert "--cluster auto: measured attention by cpu" in again[0][1] and "TFLOP/s forward / backward" in again[0][1]
+    assert "--cluster auto" not in first[0][1], "loaders plan ahead, so nothing changes in the middle of a run"
+    alone = train(pool, 1, base=base, parameters=True)
+    for runs in (first, again):
+        assert_close(join([run for run, _ in runs]), alone)
+    given = f"--context-parallel-size 2 --balance-sequences --cluster {report}"
+    assert_close(join([run for run, _ in pool.run(2, _train, [*base, *given.split()])]), alone)
+
+
+def test_bad_input(pool, tmp_path):
+    record = tmp_path / "record"
+    record.mkdir()
+    (record / "events.jsonl").write_text(json.dumps({"action": "measured", "kind": "fa2", "way": "up"}) + "\n")
+    cases = {
+        "auto": ("--cluster auto", "--cluster auto", "add --balance-report DIR"),
+        "nothing": (f"--cluster {tmp_path}", f"--cluster {tmp_path}", "has not measured enough calls"),
+        "wrong": (f"--cluster {record}", "measured calls of fa2/up", "name another report"),
+    }
+    assert_refused(pool, [*MODEL, *MOCK_DATA], cases)
