@@ -6,6 +6,7 @@
 - The same with one stage twice as slow, and the interleaved schedule with unequal chunks: the exact simulation of
   `balancing.layers`. Within 5 %.
 - Both again on four nodes with messages that take a sixth of a stage's time. Within 5 %.
+- Kernels of a device whose host takes half or twice as long to start them. Within 5 %.
 - Messages over the limited network: bytes / rate, alone, in both directions, sharing a NIC, over two NICs. Within 10 %.
   Messages within a node: less than a fifth of that.
 
@@ -17,6 +18,7 @@ import argparse
 import json
 import os
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
@@ -25,6 +27,7 @@ import numpy as np
 from balancing.files import write_text
 from balancing.pipeline import Schedule, simulate_schedule
 from benchmarks.emulated import EmulatedCluster, RankFailed, RunTimeout
+from benchmarks.emulated.device import Device
 from benchmarks.emulated.rate import format_rate, parse_rate
 from benchmarks.figure_file import save_figure
 
@@ -33,6 +36,7 @@ __all__ = ["Row", "main", "pipelines", "transfers"]
 _TIMEOUT = 300.0  # seconds for one launch of ranks
 _NIC = "25MB/s"
 _MEGABYTES = 10
+_KERNELS = 20
 _FORWARD = 0.1  # seconds of a forward; with its backward a stage takes 0.3 s
 
 
@@ -114,6 +118,22 @@ def pipelines(cases: Sequence[_Pipeline], cluster: EmulatedCluster, repeats: int
         Row(case.name, case.method, min(seconds), case.expected(), 0.95, 1.05)
         for case, seconds in zip(cases, measured, strict=True)
     ]
+
+
+def hosts() -> list[Row]:
+    """Kernels of a device and the host that starts them, in this process. Whichever is slower sets the pace."""
+    rows = []
+    for name, host, kernel in (("the host is slower", 0.04, 0.02), ("the device is slower", 0.02, 0.04)):
+        device = Device()
+        device.begin()
+        begin = time.perf_counter()
+        for _ in range(_KERNELS):
+            device.issue(host)
+            device.run(kernel)
+        device.finish()
+        expected = (_KERNELS - 1) * max(host, kernel) + host + kernel
+        rows.append(Row(f"{_KERNELS} kernels, {name}", "formula", time.perf_counter() - begin, expected, 0.95, 1.05))
+    return rows
 
 
 def _all_pipelines(quick: bool) -> list[Row]:
@@ -221,7 +241,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows, reason = transfers(repeats=2 if options.quick else 3)
         if reason is not None:
             print(f"no transfers: the network cannot be limited ({reason})", flush=True)
-        rows = _all_pipelines(options.quick) + rows
+        rows = _all_pipelines(options.quick) + hosts() + rows
     except (RankFailed, RunTimeout) as error:
         print(f"calibration: {error}", *getattr(error, "tail", ()), sep="\n", file=sys.stderr)
         return 1

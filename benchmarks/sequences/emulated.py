@@ -1,6 +1,6 @@
 """Step time with documents of very different length, by method and beside the physical limit; emulated.
 
-    python -m benchmarks.sequences.emulated [--quick] [--cluster "2 x 8"|"4 x 4"] [--samples]
+    python -m benchmarks.sequences.emulated [--quick] [--cluster "2 x 8"|"4 x 4"] [--samples] [--host-free]
                                             [--json FILE] [--figure FILE.png]
 
 One layer, forward and backward, of one micro-batch with 4k tokens a rank (Zeppelin's regime), on 16 processes of an
@@ -21,6 +21,10 @@ Not to scale: within a node bytes are not limited and cost what CPU they cost, a
 NIC lets the first 2 ms of a burst pass at once. The host's work would count as often as ranks share a core, so the
 machine is slowed down until it weighs little (`_TIME`).
 
+Operations of our engine cost the host what `balancing.cluster.presets` says, in slow motion like compute: the host runs
+ahead of the device, and a step takes as long as the slower of both. What operations cost the hosts of other systems is
+not known, so theirs are free. With --host-free ours are, too, as in figures from before 2026-11-26.
+
 With --samples the 16 ranks are data-parallel: each draws a packed sample of 32k tokens of its own. Attention is
 computed where the tokens were drawn, or balanced with the tokens left there, or tokens move for all layers ("chunks").
 
@@ -34,7 +38,7 @@ import pickle
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -178,7 +182,8 @@ def _row(name: str, job: Job, method: str, ran: Sequence[tuple[Case, dict[str, A
     cluster = job.scale.cluster
     first = ran[0][0]
     shape = SHAPES[first.model]
-    limits = np.array([limit_seconds(case.lengths, cluster, shape) for case, *_ in ran]) * job.layers / shape.layers
+    alone = replace(cluster, rates=None)  # arithmetic
+    limits = np.array([limit_seconds(case.lengths, alone, shape) for case, *_ in ran]) * job.layers / shape.layers
     seconds, ring, exposed = np.array([(own["seconds"], ring["seconds"], own["exposed"]) for _, own, ring in ran]).T
     predicted = np.array([predicted_seconds(case, METHODS[method], cluster) for case, *_ in ran]) * job.layers
     return Row(
@@ -208,7 +213,7 @@ def _print(name: str, job: Job, rows: Sequence[Row], reason: str | None) -> None
     cluster = job.scale.cluster
     print(
         f"\nemulated: {name} ranks, {cluster.nics_per_node} NICs a node; {job.scale.time:g} times slower than "
-        f"modelled, 1/{job.scale.bytes:g} of its bytes; {limited}"
+        f"modelled, 1/{job.scale.bytes:g} of its bytes; {limited}; {'with' if job.scale.host else 'without'} the host"
     )
     print(f"{'model':8} {'documents':10} {'method':20}  s/step x first  / limit   model  exposed  batches")
     before = None
@@ -312,14 +317,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--cluster", choices=list(CLUSTERS), help="only this one; both by default")
     parser.add_argument("--samples", action="store_true", help="data-parallel ranks, each with a sample of 32k tokens")
+    parser.add_argument("--host-free", action="store_true", help="operations of the engine cost the host nothing")
     parser.add_argument("--json", metavar="FILE", help="write the rows to FILE")
     parser.add_argument("--figure", metavar="FILE", help="draw the step times into FILE, in the format of its suffix")
     return parser
 
 
-def _job(name: str, quick: bool, samples: bool) -> Job:
+def _job(name: str, quick: bool, samples: bool, host: bool) -> Job:
     nodes, per_node = CLUSTERS[name]
-    scale = Scale(nodes, per_node, _SAMPLE_TIME if samples else _TIME)
+    scale = Scale(nodes, per_node, _SAMPLE_TIME if samples else _TIME, host=host)
     methods = DATA_METHODS if samples else _QUICK_METHODS if quick else CONTEXT_METHODS
     drawn = {"tokens": _SAMPLE} if samples else {}
     wide = Scale(nodes, per_node, _TIME * _ROUND_WIDTH / scale.width, _ROUND_WIDTH)
@@ -342,7 +348,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"emulated cluster on {os.cpu_count()} cores, no GPU; load {load:.1f} before the start", flush=True)
     try:
         for name in names:
-            job = _job(name, options.quick, options.samples)
+            job = _job(name, options.quick, options.samples, not options.host_free)
             lines, reason = measure(job)
             found = make_rows(name, job, lines)
             _print(name, job, found, reason)

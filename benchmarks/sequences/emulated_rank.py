@@ -25,18 +25,18 @@ import torch
 import torch.distributed as dist
 
 from balancing.sequences import SequenceAttention, SequencePlan, Shard
-from balancing.sequences.cost import hidden_seconds, linear_seconds
+from balancing.sequences.cost import REST, hidden_seconds, linear_seconds
 from balancing.sequences.engine.attention import AttentionCall, prepare_exchanges
 from balancing.sequences.engine.compiler import compile_rank
 from balancing.sequences.engine.kernels import Pieces
-from balancing.sequences.engine.program import TransferGroup
+from balancing.sequences.engine.program import Compute, TransferGroup
 from balancing.sequences.engine.routing import TokenBytes
 from balancing.sequences.engine.row_indices import rows_on_device
 from balancing.sequences.engine.transport import Statistics, Transport
 from balancing.sequences.sequence_plan import AttentionShape
 from benchmarks.emulated.device import Device
 from benchmarks.sequences.emulated_peers import AllGather, HeadsAndRing
-from benchmarks.sequences.emulated_workload import METHODS, SHAPES, Case, Scale, tile_pairs
+from benchmarks.sequences.emulated_workload import METHODS, SHAPES, Case, Scale, host_seconds, tile_pairs
 
 __all__ = ["Job", "Rounds", "ZeroScores"]
 
@@ -80,14 +80,18 @@ class ZeroScores:
     """A kernel (`balancing.sequences.engine.kernels.Kernel`) for scores of zero, as slow as the modelled device.
 
     pair_seconds: emulated seconds of one query-key pair, forward.
+
+    The attribute `host` is emulated seconds of the host for each call, forward and backward.
     """
 
     def __init__(self, device: Device, pair_seconds: float) -> None:
         self._device, self._pair_seconds = device, pair_seconds
+        self.host = 0.0, 0.0
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pieces: Pieces, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        self._device.issue(self.host[0])
         begin = time.perf_counter()
         out, seen = torch.zeros_like(q), torch.empty(q.shape[0])
         first = v[:, 0, 0].float()
@@ -115,6 +119,7 @@ class ZeroScores:
         pieces: Pieces,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self._device.issue(self.host[1])
         begin = time.perf_counter()
         dv = torch.zeros_like(v)
         share = grad[:, 0, 0].float() * (-logsumexp[0]).exp()
@@ -160,6 +165,11 @@ class _Part:
         else:
             program = compile_rank(plan, rank, scale.engine_cluster, "auto" if how.routed else "off", token_bytes)
             self.attention = SequenceAttention(plan, program=program, kernel=kernel)
+            if scale.host and not how.peer:
+                seconds = host_seconds(plan, scale.engine_cluster, token_bytes.kv)
+                steps = program.program.forward, program.program.backward
+                calls = (sum(isinstance(step, Compute) and step.call is not None for step in of) for of in steps)
+                kernel.host = tuple(of * scale.time / max(1, each) for of, each in zip(seconds, calls, strict=True))
         shards = plan.shards(rank // together, linear=True)
         position, self.last, self.factor = (of_tokens[rows] for of_tokens in _tokens(shards, plan.lengths))
         self.position = position
@@ -169,6 +179,7 @@ class _Part:
         self.v = value.expand_as(self.k).to(dtype).requires_grad_()
         self.grad = (position + 1)[:, None, None].expand_as(self.q).to(dtype)
         self.linear = linear_seconds(len(position), cluster, shape) / shape.layers * scale.time
+        self.host = 0.0 if how.peer else REST * cluster.host_seconds * scale.time  # of the other parts of a layer
 
     def check(self, outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
         """A query saw the values of its own sequence up to its own, and a key's gradient came from all that saw it."""
@@ -195,13 +206,16 @@ def _step(parts: Sequence[_Part], layers: int, device: Device) -> tuple[float, f
     results: list[tuple[_Part, list[torch.Tensor], list[torch.Tensor]]] = []
     dist.barrier()
     begin = time.perf_counter()
+    device.begin()
     for part in parts:
         outputs, gradients = [], []
         for _ in range(layers):
+            device.issue(part.host / 3)
             device.run(part.linear / 3)
             outputs.append(part.attention(part.q, part.k, part.v))
         for output in reversed(outputs):
             gradients.append(torch.autograd.grad(output, (part.q, part.k, part.v), part.grad)[2])
+            device.issue(part.host * 2 / 3)
             device.run(part.linear * 2 / 3)
         device.finish()
         if len(parts) > 1:

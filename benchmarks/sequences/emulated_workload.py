@@ -18,10 +18,13 @@ from typing import Literal
 import numpy as np
 
 from balancing.cluster import Cluster
+from balancing.cluster.rates import Rates
 from balancing.sequences import AttentionShape, SequencePlan, plan_sequences, step_cost
 from balancing.sequences.cost import TILE
 from balancing.sequences.engine.kernels import Pieces
 from balancing.sequences.plan import plan_attention
+from balancing.sequences.rounds import turn_tokens, what_is_asked
+from balancing.sequences.traffic import plan_links
 from benchmarks.baselines.data_parallel import as_drawn
 from benchmarks.sequences.lengths import draw_batch
 from benchmarks.sequences.peers import all_gather_seconds, heads_and_ring
@@ -36,6 +39,7 @@ __all__ = [
     "Case",
     "Method",
     "Scale",
+    "host_seconds",
     "make_case",
     "predicted_seconds",
     "tile_pairs",
@@ -96,7 +100,8 @@ class Scale:
     """The modelled machine and what becomes of it.
 
     nodes, ranks_per_node: the machine. time: emulated seconds for each modelled one. width: numbers of an
-    emulated head. preset: whose GPUs and network cards.
+    emulated head. preset: whose GPUs, network cards and host. host: whether operations of our engine, and those of
+    other layers beside it, cost the host; those of peers are not known and never do.
     """
 
     nodes: int
@@ -104,13 +109,23 @@ class Scale:
     time: float
     width: int = _HEAD_SIZE
     preset: str = "a800-4x200g"
+    host: bool = False
 
     @property
     def cluster(self) -> Cluster:
-        """The modelled machine, with one rate for attention, as it is emulated, and without latencies: launches and
-        messages are not emulated."""
-        machine = Cluster.sheet(self.preset).relabel(self.nodes, self.ranks_per_node)
-        return replace(machine, launch_seconds=0.0, message_seconds=0.0, host_seconds=0.0)
+        """The modelled machine, with one rate for attention, as it is emulated, and without latencies of the device:
+        launches and messages are not emulated."""
+        machine = Cluster.preset(self.preset).relabel(self.nodes, self.ranks_per_node)
+        assert machine.rates is not None
+        rates = Rates.of_one_rate(
+            machine.flops,
+            operation_seconds=machine.rates.operation_seconds,
+            post_seconds=machine.rates.post_seconds,
+            copy_bandwidth=machine.rates.copy_bandwidth,
+            source="emulated: one rate for attention, and the host of the preset",
+        )
+        host = {"rates": rates} if self.host else {"rates": None, "host_seconds": 0.0}
+        return replace(machine, launch_seconds=0.0, message_seconds=0.0, **host)
 
     @property
     def bytes(self) -> float:
@@ -131,6 +146,7 @@ class Scale:
         cluster = self.cluster
         return replace(
             cluster,
+            rates=cluster.rates and cluster.rates.times(1 / self.bytes, cluster.rates.source),
             flops=cluster.flops / self.bytes,
             nic_bandwidth=cluster.nic_bandwidth / self.bytes,
             intra_node_bandwidth=cluster.intra_node_bandwidth / self.bytes,
@@ -195,7 +211,23 @@ def predicted_seconds(case: Case, method: Method, cluster: Cluster) -> float:
         return all_gather_seconds(case.lengths, cluster, shape, parts[0])
     if method.moves == "a2a+p2p":
         return heads_and_ring(case.lengths, cluster, shape).seconds(shape)
-    return sum(step_cost(plan, cluster, shape, routed=routed, gradient_width=width).total for plan in parts)
+    costs = [step_cost(plan, cluster, shape, routed=routed, gradient_width=width) for plan in parts]
+    return sum(cost.device if method.peer else cost.total for cost in costs)
+
+
+def host_seconds(plan: SequencePlan, cluster: Cluster, token_bytes: float) -> tuple[float, float]:
+    """Modelled seconds of the host for attention of one layer, forward and backward, on the rank with most operations.
+
+    cluster: with rates. token_bytes: bytes of one token's keys and values, in the measure of its links.
+    """
+    moved, rates = plan_links(plan, cluster, in_step=True), cluster.rates
+    assert rates is not None
+    asked = what_is_asked(plan, cluster, moved, turn_tokens(cluster, token_bytes))
+    forward, backward = (
+        launches * rates.operation_seconds + messages * rates.post_seconds
+        for launches, messages in zip(asked.launches, asked.messages, strict=True)
+    )
+    return forward, backward
 
 
 def tile_pairs(pieces: Pieces) -> int:

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from balancing.sequences import limit_seconds, plan_sequences
+from balancing.sequences import limit_seconds, plan_sequences, step_cost
 from balancing.sequences.cost import kv_bytes, linear_seconds, tile_area
 from balancing.sequences.engine.compiler import make_program
 from balancing.sequences.engine.kernels import CPU, Pieces
 from balancing.sequences.engine.program import Compute
+from benchmarks.emulated import device as emulated_device
 from benchmarks.emulated.device import Device
 from benchmarks.sequences.emulated import RoutingRow, Row, make_routing_row, make_rows, measure, targets
 from benchmarks.sequences.emulated_rank import Job, Rounds, ZeroScores
@@ -20,6 +21,7 @@ from benchmarks.sequences.emulated_workload import (
     METHODS,
     SHAPES,
     Scale,
+    host_seconds,
     make_case,
     predicted_seconds,
     tile_pairs,
@@ -89,6 +91,63 @@ def test_a_run_is_right_and_takes_no_less_than_its_work():
         assert row.batches == 1 and 0 <= row.exposed <= 1
     routing = make_routing_row("2 x 2", scale, lines)
     assert min(routing.one_nic, routing.all_nics) > 0
+
+
+def test_a_step_takes_no_less_than_its_host_where_operations_cost_one():
+    scale = Scale(2, 2, 4.0, host=True)
+    names = ("as drawn", "chunks")
+    case = make_case(scale.cluster, "GQA 8:1", "prolong", 0, [METHODS[name] for name in names], tokens=128)
+    lines, _ = measure(Job(scale, 1, names, (case,), None), limited=False, timeout=PATIENCE)
+    for row in make_rows("2 x 2", Job(scale, 1, names, (case,), None), lines):
+        (plan,), cluster = case.parts[row.method], scale.cluster
+        asked = sum(host_seconds(plan, cluster, kv_bytes(SHAPES["GQA 8:1"]))) + 75 * cluster.host_seconds
+        assert asked > 1.5e-3 > limit_seconds(case.lengths, cluster, SHAPES["GQA 8:1"]) / 2, "the host is slower"
+        assert row.seconds >= 0.99 * asked * scale.time, f"{row.method} took {row.seconds} s"
+
+
+class _Timer:
+    """Time that passes only in waits, each of which takes 3 ms too long."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def pace(self, seconds: float) -> None:
+        self.now += seconds + 0.003
+
+
+@pytest.mark.parametrize(("host", "device"), [(0.1, 0.3), (0.3, 0.1), (0.2, 0.2)])
+def test_the_host_runs_ahead_of_the_device(monkeypatch, host, device):
+    """Whichever is slower sets the pace."""
+    timer = _Timer()
+    monkeypatch.setattr(emulated_device, "time", timer)
+    monkeypatch.setattr(emulated_device, "pace", timer.pace)
+    emulated = Device()
+    for _ in range(2):  # the first step leaves nothing to the second
+        emulated.begin()
+        began = timer.now
+        for _ in range(10):
+            emulated.issue(host)
+            emulated.run(device)
+        assert timer.now - began == pytest.approx(9 * max(host, device) + host + device, abs=0.004)
+        emulated.finish()
+
+
+def test_predictions_know_what_the_host_takes():
+    free, scale = Scale(2, 8, 20.0), Scale(2, 8, 20.0, host=True)
+    methods = [METHODS["ring"], METHODS["chunks"]]
+    case = make_case(scale.cluster, "GQA 8:1", "prolong", 0, methods, tokens=128)
+    seconds = {name: predicted_seconds(case, METHODS[name], scale.cluster) for name in case.parts}
+    without = {name: predicted_seconds(case, METHODS[name], free.cluster) for name in case.parts}
+    assert seconds["chunks"] > without["chunks"]
+    assert seconds["ring"] == pytest.approx(without["ring"], rel=0.02), "what a peer's operations cost is not known"
+    cluster = scale.cluster
+    (plan,) = case.parts["chunks"]
+    attention = sum(host_seconds(plan, cluster, kv_bytes(SHAPES["GQA 8:1"])))
+    least = SHAPES["GQA 8:1"].layers * (attention + 75 * cluster.host_seconds)
+    assert seconds["chunks"] == pytest.approx(least) and step_cost(plan, cluster, SHAPES["GQA 8:1"]).device < least
 
 
 def test_predictions_know_what_is_switched_off():
