@@ -1,23 +1,30 @@
-"""Point-to-point messages: set-up of the communicator, and a lock so that one thread at a time starts a message.
+"""Messages between two ranks and between all: set-up of the communicator, and how a message is started.
 
 Other threads than the training thread relay messages. torch does not promise that two threads may start messages in one
 process group at once, so code that shares a process group between threads starts its messages here. Waiting for a
 message needs no lock.
+
+`torch.distributed.all_to_all_single` and `isend` check their arguments and their process group at every call, in twenty
+functions of Python. What a plan has prepared needs no check at each layer.
 """
 
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 
 from balancing.launch import detect_launch
 
-__all__ = ["connect", "start_message"]
+__all__ = ["connect", "start_all_to_all", "start_message"]
 
 _starting = threading.Lock()
 _connected: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+# In newer versions of torch, and in older ones.
+_ALL_TO_ALL = "all_to_all_single" if hasattr(dist.ProcessGroup, "all_to_all_single") else "alltoall_base"
+_options = dist.AllToAllOptions()
+_options.asyncOp = True
 _ALL_PAIRS = 16  # ranks of the largest process group in which all pairs are connected
 
 
@@ -66,7 +73,23 @@ def start_message(operation: dist.P2POp) -> dist.Work:
     Not for NCCL: for a message outside of a batch, NCCL first builds a communicator of the two ranks, and both wait.
     """
     assert dist.get_backend(operation.group) != "nccl", "messages over NCCL are started in batches"
+    start = operation.group.send if operation.op is dist.isend else operation.group.recv
     with _starting:
-        work = operation.op(operation.tensor, operation.peer, operation.group, operation.tag)
-    assert work is not None, "this rank is part of the group"
+        work: dist.Work = start([operation.tensor], operation.group_peer, operation.tag)
+    return work
+
+
+def start_all_to_all(
+    into: torch.Tensor,
+    rows: torch.Tensor,
+    received: Sequence[int],
+    sent: Sequence[int],
+    process_group: dist.ProcessGroup,
+) -> dist.Work:
+    """Start an uneven all-to-all. This rank must be part of the process group.
+
+    into, rows: contiguous tensors of one type, of received rows and of rows to send.
+    received, sent: rows from and to each rank of the process group.
+    """
+    work: dist.Work = getattr(process_group, _ALL_TO_ALL)(into, rows, received, sent, _options)
     return work

@@ -6,10 +6,11 @@ own tokens are one call before the rounds; with rings there is one more call bet
 from a plan without compiling it.
 
 With more turns a rank starts earlier on the first gathered keys, but each turn costs a call of attention, a merge and a
-transfer group. So a turn has at least the bytes that its link carries in eight latencies of a message, and in the time
-that its operations cost the host and the device; with measured rates (`Cluster.rates`) at least in that of its forward
-operations. There are at most eight turns: an eighth of the keys keeps a rank busy long enough. Keys that are fewer than
-those of a turn are waited for: one call computes them with a rank's own.
+transfer group. The least turn has as many bytes as its link carries in eight latencies of a message, and in the time
+that its operations cost the host and the device; with measured rates (`Cluster.rates`) in that of its forward
+operations. If all keys take S such times, a rank with T turns waits S / T for the first and pays T for them all. So it
+has sqrt(S) turns, at most eight: an eighth of the keys keeps it busy long enough. Keys that are fewer than those of the
+least turn are waited for: one call computes them with a rank's own.
 """
 
 from dataclasses import dataclass
@@ -66,8 +67,9 @@ def turn_tokens(cluster: Cluster, kv_bytes: float) -> TurnTokens:
 
 
 def number_of_turns(tokens: Any, least: Any) -> np.ndarray:
-    """int64: turns for `tokens` tokens, with at least `least` tokens each; from 1 to `MOST_TURNS`."""
-    return np.clip(np.asarray(tokens) // np.asarray(least), 1, MOST_TURNS)
+    """int64: turns for `tokens` tokens, where the least turn has `least` tokens; from 1 to `MOST_TURNS`."""
+    turns = np.rint(np.sqrt(np.asarray(tokens) / np.asarray(least)))
+    return np.clip(turns, 1, MOST_TURNS).astype(np.int64)
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,10 @@
 """One layer of attention over planned documents on one rank: the engine as in training, with kernels that return at
 once and messages that torch's fake process group does not send.
 
-Documents are those of the acceptance on a GPU, 9k tokens a rank. Heads have no elements, so memory is allocated for
-every result and nothing is copied, and the processor's time is that of Python and of torch's dispatch. What a launch
-costs CUDA's driver or Triton is not in it.
+Documents are those of the acceptance on a GPU, 9k tokens a rank. They are planned as `--cluster` does, with rates that
+were measured on one GPU: what the host costs there decides how many rounds there are. Heads have no elements, so memory
+is allocated for every result and nothing is copied, and the processor's time is that of Python and of torch's dispatch.
+What a launch costs CUDA's driver or Triton is not in it.
 """
 
 from collections.abc import Iterator
@@ -98,7 +99,7 @@ class Kernel:
 def kernels_that_return(counted: Counted) -> Iterator[None]:
     """Merges and sums of rows are one launch each, as on a GPU, and compute nothing."""
 
-    def launch(*unused: Any) -> None:
+    def launch(*unused: Any, **also_unused: Any) -> None:
         counted.launches += 1
 
     originals = merging.choose_merge, merging.choose_add
@@ -125,7 +126,7 @@ def rounds_of(program: RankProgram) -> int:
 def measure_attention(case: Case) -> tuple[Measured, int]:
     """A layer of a case, forward and backward, and the rounds of keys."""
     shape = SHAPES[case.shape]
-    cluster = Cluster.sheet(_PRESET).relabel(case.nodes, case.ranks // case.nodes)
+    cluster = Cluster.preset(_PRESET).relabel(case.nodes, case.ranks // case.nodes)
     plan = plan_sequences(packed_documents(case.ranks), cluster, shape=shape, method=case.method)
     if shape.window is not None:
         plan = in_window(plan, shape.window)

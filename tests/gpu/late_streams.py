@@ -37,6 +37,7 @@ def make_late(which: str, told: Any) -> None:
     import torch
     import torch.distributed as dist
 
+    from balancing.messages import start_all_to_all
     from megatron.balanced.cpu.device import is_cpu
 
     assert which in ("side", "main")
@@ -55,8 +56,7 @@ def make_late(which: str, told: Any) -> None:
 
         return late
 
-    for name in _MESSAGES:
-        on_time = getattr(dist, name)
+    for on_time in (*(getattr(dist, name) for name in _MESSAGES), start_all_to_all):
         late = after_a_sleep(on_time)
         for module, known in _bound(on_time):
             setattr(module, known, late)

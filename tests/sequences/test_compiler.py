@@ -2,7 +2,7 @@
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -17,6 +17,7 @@ from balancing.sequences.engine.compiler import make_program
 from balancing.sequences.engine.program import (
     Compute,
     Messages,
+    PeerRows,
     Program,
     ProgramStep,
     Start,
@@ -26,7 +27,7 @@ from balancing.sequences.engine.program import (
     layout_change,
 )
 from balancing.sequences.engine.routing import internode_traffic, route, routes
-from balancing.sequences.engine.row_indices import make_table, rows_on_device
+from balancing.sequences.engine.row_indices import Added, CallRows, MessageRows, make_table, rows_on_device
 from balancing.sequences.planners.linear_layout import linear_layout, token_targets
 from balancing.sequences.rounds import MOST_TURNS, TurnTokens
 from balancing.sequences.sequence_plan import SequencePlan, Shard, in_window
@@ -198,8 +199,9 @@ def _check_programs(plan: SequencePlan, cluster: Cluster | None, least: TurnToke
 
 def _check_calls(program: Program) -> None:
     """A step is one call, whose rows are those of its tasks; in number as few as transfers allow."""
-    table = make_table(program.calls, program.messages)
-    rows = rows_on_device(program.calls, table, torch.device("cpu"))[0].calls
+    table = make_table(program.calls, program.messages, program.rows)
+    rows, messages = rows_on_device(program.calls, table, torch.device("cpu"))[0]
+    _check_gradients(program, table.sums, rows, messages)
     every = np.arange(program.rows)
     for steps in (program.forward, program.backward):
         computes = [step for step in steps if isinstance(step, Compute) and step.call is not None]
@@ -222,12 +224,55 @@ def _check_calls(program: Program) -> None:
             assert [np.diff(ends).tolist() for ends in one.pieces.ends] == lengths
             assert (one.pieces.causal, one.merges) == step.tasks[0][2:4]
             assert one.pieces.window == step.tasks[0].window
-            # Every key's gradient is added once, and all those of a row at the same time.
-            keys, into = every[_numbers(one.keys)], every[_numbers(one.added)]
-            assert len(set(into.tolist())) == len(into)
-            terms = np.arange(len(keys))[None] if one.terms is None else one.terms.numpy()
-            assert sorted(terms[terms >= 0].tolist()) == list(range(len(keys)))
-            assert all((keys[row[row >= 0]] == into[row >= 0]).all() for row in terms)
+
+
+def _check_gradients(
+    program: Program, sums: int, calls: list[CallRows], messages: dict[TransferGroup, MessageRows]
+) -> None:
+    """Every key's gradient of a call is added once, and all those of a row at the same time: to the row's sum, or to
+    its place in the messages that return it. What is not from a call there is from the sums."""
+    every, row_of = np.arange(program.rows), dict[int, int]()  # row of the workspace -> of sums
+    sent = {group: _sent(one.sends) for group, one in program.messages.items()}
+    filled = {group: np.zeros(len(rows), int) for group, rows in sent.items()}
+
+    def pairs(added: Added, number: int) -> list[tuple[int, int]]:
+        into = np.arange(program.rows)[_numbers(added.rows)]
+        assert len(set(into.tolist())) == len(into)
+        terms = np.arange(number)[None] if added.terms is None else added.terms.numpy()
+        return [(int(row), int(one)) for of_term in terms for row, one in zip(into, of_term, strict=True) if one >= 0]
+
+    for call in calls:
+        keys = every[_numbers(call.keys)]
+        places = []
+        for added in call.gradients:
+            for row, place in pairs(added, len(keys)):
+                places.append(place)
+                if added.group is None:
+                    assert row_of.setdefault(int(keys[place]), row) == row
+                else:
+                    assert sent[added.group][row] == keys[place]
+                    filled[added.group][row] = 1
+        assert sorted(places) == list(range(len(keys)))
+    for group, of_group in messages.items():
+        exchange = program.messages[group]
+        if exchange.adds and (received := _sent(exchange.receives)).size:
+            assert of_group.added is not None
+            for row, place in pairs(of_group.added, len(received)):
+                assert row_of.setdefault(int(received[place]), row) == row
+    for group, of_group in messages.items():
+        if group.kind == "return":
+            assert of_group.sends == slice(0, len(sent[group]))
+            if of_group.summed is not None:
+                for row, place in pairs(of_group.summed, sums):
+                    assert row_of[int(sent[group][row])] == place
+                    filled[group][row] += 1
+            assert (filled[group] == 1).all()
+    assert len(set(row_of.values())) == len(row_of) and max(row_of.values(), default=0) < max(1, sums)
+    assert all(row_of.get(row, row) == row for row in range(program.tokens))
+
+
+def _sent(messages: Sequence[PeerRows]) -> np.ndarray:
+    return np.array([row for one in messages for rows in one.rows for row in range(*rows)], int)
 
 
 def _numbers(index: slice | torch.Tensor) -> slice | np.ndarray:
@@ -298,7 +343,7 @@ def test_a_copy_is_sent_under_the_next_transfer() -> None:
     other."""
     shards = (Shard(0, 0, 32, 0), Shard(0, 32, 40, 2), Shard(0, 40, 48, 3))
     plan = SequencePlan((48,), 4, "test", shards, shards, ("gather",))
-    program = make_program(plan, 2, nodes_of(4, 2), turn_tokens=TurnTokens(1, 10))
+    program = make_program(plan, 2, nodes_of(4, 2), turn_tokens=TurnTokens(1, 4))
     assert program.chained == tuple(TransferGroup("gather", True, turn) for turn in range(3))
     lines = str(program).splitlines()
     backward = lines.index("backward:")

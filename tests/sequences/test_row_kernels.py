@@ -29,7 +29,7 @@ def test_the_kernels_merge_and_add_like_torch() -> None:
     code += "print(compare(), 'merges and', compare_sums(), 'sums agree')"
     done = run_python("-c", code, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stderr
-    assert "8 merges and 24 sums agree" in done.stdout
+    assert "8 merges and 42 sums agree" in done.stdout
 
 
 def compare() -> int:
@@ -70,6 +70,14 @@ def compare_sums() -> int:
                 add_rows_fused(found, rows, parts, terms)
                 add_rows(expected, rows, parts, terms)
                 assert torch.equal(found, expected) and not torch.equal(found, total)
+                sums += 1
+                sent = torch.full((50, 3, sum(sizes)), torch.nan, dtype=torch.bfloat16)
+                found, expected = sent.clone(), sent.clone()
+                add_rows_fused(found, rows, parts, terms, stores=True)
+                add_rows(expected, rows, parts, terms, stores=True)
+                # Triton's interpreter cuts off what a device rounds.
+                torch.testing.assert_close(found[rows], expected[rows], rtol=2**-7, atol=0)
+                assert found.isnan().any((1, 2)).sum() == 13
                 sums += 1
             total, part = torch.zeros(50, 3, 8, dtype=torch.float64), torch.ones(given, 3, 8)
             add_rows_fused(total, rows, (part,), terms)
@@ -148,8 +156,8 @@ def test_nothing_is_compiled_after_the_first_micro_batch(monkeypatch: pytest.Mon
             kernel.device_caches.clear()
     launched, warm = ({key for key, manual in asked if manual is way} for way in (False, True))
     # Merges list rows or not; sums do, and have several terms or not: of queries, of keys with values, of received
-    # gradients, and of received sums of a ring.
-    assert len(warm) == 2 + 4 * 4
+    # gradients, of received sums of a ring, and what is sent: of keys with values, and of sums.
+    assert len(warm) == 2 + 6 * 4
     assert launched <= warm
     first_launch = next(number for number, (_, manual) in enumerate(asked) if not manual)
     assert len(asked) > 200 and first_launch < 4
@@ -181,7 +189,11 @@ def test_the_kernel_compiles_for_gpus_without_spills(
     added = {"total": "*fp32", "part": "*bf16", "more": "*bf16", "rows": "*i32", "which": "*i32"}
     kernels = {
         "merge": (row_kernels.merge_kernel, merged, row_kernels.merge_options(128)),
-        "add": (row_kernels.add_kernel, added, row_kernels.add_options(192, 128) | {"SUMMED": listed}),
+        "add": (
+            row_kernels.add_kernel,
+            added,
+            row_kernels.add_options(192, 128) | {"SUMMED": listed, "STORES": listed},
+        ),
     }
     for name, (kernel, pointers, options) in kernels.items():
         registers, spills = _compiled(kernel, pointers, options | {"LISTED": listed}, architecture)

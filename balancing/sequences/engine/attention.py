@@ -178,12 +178,20 @@ class AttentionCall:
     scale: float
     calls: list[CallRows]
 
-    def start(self, transfer_group: TransferGroup, rows: torch.Tensor, dtype: torch.dtype) -> Pending:
-        """Start the messages of a transfer group between the workspaces of the ranks.
+    def start(
+        self,
+        transfer_group: TransferGroup,
+        rows: torch.Tensor,
+        dtype: torch.dtype,
+        into: torch.Tensor | None = None,
+    ) -> Pending:
+        """Start the messages of a transfer group.
 
         transfer_group: of the program.
-        rows: the workspace [row, kv_heads, head_size + value_size], of keys and values or of their gradients.
+        rows: [row, kv_heads, head_size + value_size], of which rows are sent: the workspace of keys and values, sums of
+            their gradients, or the buffer of the group.
         dtype: of keys.
+        into: [row, ...], which received rows are written or added to; `rows` by default.
 
         Gradients of gathered keys are sent in the type of keys: each rank that saw the keys rounds its gradients, and
         the sum of a node's ranks is rounded before it leaves the node. Sums on a ring keep their type inside a node and
@@ -194,7 +202,7 @@ class AttentionCall:
         number = rows.shape[1:].numel()
         self.statistics.intra_bytes += number * (wide * rows.itemsize + near * dtype.itemsize)
         self.statistics.inter_bytes += number * far * dtype.itemsize
-        return self.transport.start(exchange, rows, rows, dtype)
+        return self.transport.start(exchange, rows, rows if into is None else into, dtype)
 
     def chain(self, rows: torch.Tensor, dtype: torch.dtype) -> Chain:
         """The chain of the program's transfer groups of keys that ranks send on. rows, dtype: as in `start`."""
@@ -334,7 +342,7 @@ class _Pass:
         self.received = () if projection is None else is_received(call.rank_program.program)
         self.dtype = accumulation_dtype(q.dtype)
         self.moving: dict[TransferGroup, Pending] = {}
-        self._taken: tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None = None
+        self._taken: tuple[slice | torch.Tensor, tuple[torch.Tensor, ...]] | None = None
 
     def steps(self, steps: tuple[ProgramStep, ...]) -> None:
         call, chained = self.call, self.call.rank_program.program.chained
@@ -348,13 +356,14 @@ class _Pass:
                 else:
                     call.statistics.timed_wait(partial(chain.wait, step.group), chain.on_cuda)
             elif isinstance(step, Start):
-                self.moving[step.group] = call.start(step.group, self.moved_rows(step.group), self.q.dtype)
+                self.moving[step.group] = call.start(step.group, *self.ends(step.group))
             else:
                 call.statistics.wait(self.moving.pop(step.group))
         assert not self.moving, "every started transfer group is waited for"
 
-    def moved_rows(self, transfer_group: TransferGroup) -> torch.Tensor:
-        return self.sent
+    def ends(self, transfer_group: TransferGroup) -> tuple[torch.Tensor, torch.dtype, torch.Tensor]:
+        """What a group sends rows of, their type, and what they are received into."""
+        return self.sent, self.q.dtype, self.sent
 
     def projects(self, call: int) -> Projection | None:
         """The projection for the keys and values of a call; None for the rank's own keys."""
@@ -367,8 +376,6 @@ class _Pass:
 
     def query_rows(self, rows: CallRows) -> tuple[torch.Tensor, ...]:
         """The tensors of a call's queries. They are kept, since consecutive rounds mostly have the same queries."""
-        if isinstance(rows.queries, slice):
-            return self.take(rows.queries)
         if self._taken is None or self._taken[0] is not rows.queries:
             self._taken = rows.queries, self.take(rows.queries)
         return self._taken[1]
@@ -429,16 +436,31 @@ class _Backward(_Pass):
         self.in_one_call = self.call.rank_program.program.in_one_call
         if not self.in_one_call:
             self.dq = torch.zeros_like(self.q, dtype=self.dtype)
-        self.dkv = self.dsent = torch.zeros_like(self.kv, dtype=self.dtype)
+        self.table, self.buffers = self.call.rank_program.table, dict[TransferGroup, torch.Tensor]()
+        self.dkv = self.dsent = self.sent.new_zeros(self.table.sums, *self.sent.shape[1:], dtype=self.dtype)
         if self.projection is not None:
-            self.dsent = torch.zeros_like(self.sent, dtype=self.dtype)
+            self.dkv = torch.zeros_like(self.kv, dtype=self.dtype)
             self.dweight = torch.zeros_like(self.projection.weight, dtype=self.dtype)
         self.add = merging.choose_add(self.q.device)
         self.steps(self.call.rank_program.program.backward)
         return self.dq, self.dkv
 
-    def moved_rows(self, transfer_group: TransferGroup) -> torch.Tensor:
-        return self.dsent if transfer_group.kind in ("return", "ring return") else self.sent
+    def ends(self, transfer_group: TransferGroup) -> tuple[torch.Tensor, torch.dtype, torch.Tensor]:
+        if transfer_group.kind == "return":
+            buffer = self.buffer(transfer_group)
+            if (summed := self.call.exchanges[transfer_group].rows.summed) is not None:
+                self.add(buffer, summed.rows, (self.dsent,), summed.terms, stores=True)
+            return self.buffers.pop(transfer_group), self.q.dtype, self.dsent
+        rows = self.dsent if transfer_group.kind == "ring return" else self.sent
+        return rows, self.q.dtype, rows
+
+    def buffer(self, transfer_group: TransferGroup) -> torch.Tensor:
+        """The gradients that a group sends. Calls and sums fill each row once."""
+        if transfer_group not in self.buffers:
+            sends = self.call.exchanges[transfer_group].rows.sends
+            assert isinstance(sends, slice), "a buffer is sent as a whole"
+            self.buffers[transfer_group] = self.sent.new_empty(sends.stop, *self.sent.shape[1:])
+        return self.buffers[transfer_group]
 
     def take(self, rows: slice | torch.Tensor) -> tuple[torch.Tensor, ...]:
         if self.in_one_call:
@@ -449,7 +471,8 @@ class _Backward(_Pass):
 
     def compute(self, step: Compute) -> None:
         if step.clear is not None:
-            self.dsent[slice(*step.clear)] = 0
+            cleared = slice(*(row - self.table.direct for row in step.clear))
+            self.dsent[cleared] = 0
         if step.call is None:
             return
         rows = self.call.calls[step.call]
@@ -467,7 +490,11 @@ class _Backward(_Pass):
             dlatents, dweight = projection.gradients(latents, dk, dv, self.dtype)
             self.dweight += dweight
             parts, total = (dlatents,), self.dsent
-        self.add(total, rows.added, parts, rows.terms)
+        for group, into, terms in rows.gradients:
+            if group is None:
+                self.add(total, into, parts, terms)
+            else:
+                self.add(self.buffer(group), into, parts, terms, stores=True)
 
 
 def _workspace(rows: int, *parts: torch.Tensor) -> torch.Tensor:

@@ -121,12 +121,13 @@ def compile_rank(
     program = make_program(plan, rank, cluster, relays=relays, turn_tokens=turns, waits=waits)
     linear_shards = plan.shards(rank, linear=True)
     if not plan.remapped and linear_shards == program.shards:
-        table = make_table(program.calls, program.messages)
+        table = make_table(program.calls, program.messages, program.rows)
         return RankProgram(rank, cluster, program, table, None, None, slices, False)
     # Equal layouts may still order a rank's tokens differently.
     to_attention = layout_change(plan.linear, plan.attention, linear_shards, program.shards)
     to_linear = Messages(to_attention.receives, to_attention.sends)
-    table = make_table(program.calls, {**program.messages, TO_ATTENTION: to_attention, TO_LINEAR: to_linear})
+    messages = {**program.messages, TO_ATTENTION: to_attention, TO_LINEAR: to_linear}
+    table = make_table(program.calls, messages, program.rows)
     return RankProgram(rank, cluster, program, table, to_attention, to_linear, slices, plan.remapped)
 
 

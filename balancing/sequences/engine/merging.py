@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from balancing.sequences.engine.kernels import merge
+from balancing.sequences.engine.kernels import accumulation_dtype, merge
 
 __all__ = ["add_rows", "choose_add", "choose_merge", "merge_rows"]
 
@@ -43,23 +43,27 @@ def add_rows(
     rows: slice | torch.Tensor,
     parts: tuple[torch.Tensor, ...],
     terms: torch.Tensor | None = None,
+    stores: bool = False,
 ) -> None:
     """Add one part, or two side by side, to rows of `total`, in place.
 
-    total: [row, heads, sizes of the parts together], in `accumulation_dtype`.
+    total: [row, heads, sizes of the parts together]. What is added is summed in its `accumulation_dtype`.
     rows: the rows to which tokens are added; no row occurs twice.
     parts: [token, heads, size], in any type.
     terms: int32 [term, row], for each of `rows` the tokens to sum, in this order; -1 for no further term. None if each
         row receives one token, in their order.
+    stores: whether the sums replace the rows.
     """
-    start = 0
+    start, wide = 0, accumulation_dtype(total.dtype)
     for part in parts:
         into = total[..., start : start + part.shape[2]]
         start += part.shape[2]
         if terms is not None:
-            each = part.index_select(0, terms.clamp(min=0).flatten()).to(total.dtype).unflatten(0, terms.shape)
+            each = part.index_select(0, terms.clamp(min=0).flatten()).to(wide).unflatten(0, terms.shape)
             part = each.masked_fill_((terms < 0)[..., None, None], 0).sum(0)
-        if isinstance(rows, slice):
+        if stores:
+            into[rows] = part.to(total.dtype)
+        elif isinstance(rows, slice):
             into[rows] += part
         else:
             into.index_add_(0, rows, part.to(total.dtype))
@@ -99,6 +103,7 @@ def _fused_add() -> Add:
         (total, slice(2, 6), (part, more)),
         (total, rows[:2], (part, more), sums),
         (total, rows, (part,)),
+        (total, rows[:2], (part, more), sums, True),
     ]
     return _if_right("add_rows_fused", add_rows, calls, "gradients of keys are added")
 

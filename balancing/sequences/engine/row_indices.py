@@ -4,6 +4,10 @@ A call of a kernel needs its queries adjacent and its keys adjacent. If they are
 takes a slice of it; else a table of row numbers is used to copy them together. A kernel on a GPU also needs the ends of
 its pieces. Rows that a transfer group sends are copied together in the same way. All tables of a program are one array,
 which is made with the program and copied to the device once.
+
+Gradients of a received key that no other rank adds to go from the call that computes them into the buffer in which they
+are sent back. All others are summed in rows of their own, in wider numbers: those of the rank's own keys, of keys that
+the rank has sent on to others, and of keys on rings.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,11 +17,11 @@ import numpy as np
 import torch
 
 from balancing.sequences.engine.kernels import Pieces, piece_ends
-from balancing.sequences.engine.program import Call, Messages, Rows, TransferGroup
+from balancing.sequences.engine.program import Call, Messages, PeerRows, Rows, TransferGroup
 from balancing.sequences.sequence_plan import join_adjacent
 from balancing.upload import upload
 
-__all__ = ["CallRows", "DeviceRows", "MessageRows", "RowTable", "make_table", "rows_of", "rows_on_device"]
+__all__ = ["Added", "CallRows", "DeviceRows", "MessageRows", "RowTable", "make_table", "rows_of", "rows_on_device"]
 
 Index = slice | torch.Tensor  # of rows; a tensor is int32 on the device
 _ALIGNED = 4  # int32; Triton compiles a kernel anew for pointers that are not multiples of 16 bytes
@@ -27,34 +31,45 @@ class CallRows(NamedTuple):
     """One call on a device.
 
     queries, keys: rows of the workspace.
-    added: rows of the workspace to which gradients of keys are added; no row occurs twice.
-    terms: for each row of `added` the keys of the call whose gradients are summed, as `merging.add_rows` takes them.
+    gradients: where gradients of keys go.
     pieces: with their ends on the device.
     merges: as in `Call`.
     """
 
     queries: Index
     keys: Index
-    added: Index
-    terms: torch.Tensor | None
+    gradients: tuple["Added", ...]
     pieces: Pieces
     merges: bool
+
+
+class Added(NamedTuple):
+    """Rows of one tensor to which rows of another are added.
+
+    group: the tensor is the buffer that this transfer group sends; None: the sums of gradients.
+    rows: to which is added; no row occurs twice.
+    terms: for each of `rows` the rows of the other tensor that are summed, as `merging.add_rows` takes them.
+    """
+
+    group: TransferGroup | None
+    rows: Index
+    terms: torch.Tensor | None
 
 
 class MessageRows(NamedTuple):
     """Rows of the messages of a transfer group on a device, message after message in the order of peers.
 
-    sends: of the workspace.
+    sends: of the workspace, of the sums, or of the group's buffer if it has one.
     receives: a slice if received rows are adjacent in the workspace; else for each row, from the first, the position
         of the received row. Not used if received rows are added.
-    added: rows to which received rows are added; no row occurs twice. None if nothing is added.
-    terms: for each row of `added` the received rows to sum, in order of peers, as `merging.add_rows` takes them.
+    added: of sums, the rows to which received rows are added. None if nothing is added.
+    summed: of the group's buffer, the rows to which rows of the sums are added before it is sent. None without any.
     """
 
     sends: Index
     receives: Index
-    added: Index | None
-    terms: torch.Tensor | None
+    added: Added | None
+    summed: Added | None
 
 
 class DeviceRows(NamedTuple):
@@ -72,6 +87,14 @@ class Place(NamedTuple):
     listed: bool
 
 
+class AddedPlaces(NamedTuple):
+    """Places of an `Added`; None where it has None."""
+
+    group: TransferGroup | None
+    rows: Place
+    terms: Place | None
+
+
 class CallPlaces(NamedTuple):
     """Places of a `CallRows` and of the ends of its pieces."""
 
@@ -79,8 +102,7 @@ class CallPlaces(NamedTuple):
     key_ends: Place
     queries: Place
     keys: Place
-    added: Place
-    terms: Place | None
+    gradients: tuple[AddedPlaces, ...]
 
 
 class MessagePlaces(NamedTuple):
@@ -88,8 +110,8 @@ class MessagePlaces(NamedTuple):
 
     sends: Place
     receives: Place
-    added: Place | None
-    terms: Place | None
+    added: AddedPlaces | None
+    summed: AddedPlaces | None
 
 
 class RowTable(NamedTuple):
@@ -98,11 +120,15 @@ class RowTable(NamedTuple):
     numbers: the array, int32, as bytes.
     calls: places of each call.
     messages: places of each transfer group.
+    sums: number of rows of sums; the rank's own tokens come first.
+    direct: number of received rows that have no sums. Rows of rings, the last ones, are so many rows earlier in sums.
     """
 
     numbers: bytes
     calls: tuple[CallPlaces, ...]
     messages: dict[TransferGroup, MessagePlaces]
+    sums: int
+    direct: int
 
 
 class _Numbers:
@@ -128,49 +154,91 @@ class _Numbers:
             self._known[joined] = self.add(_rows(joined))
         return self._known[joined]
 
-    def add_sums(self, ranges: Sequence[Rows]) -> tuple[Place, Place | None]:
-        """Places of the rows to which one row for each of `ranges` is added, and of the terms of each sum."""
-        rows = _rows(ranges)
+    def add_sums(self, group: TransferGroup | None, rows: np.ndarray, given: np.ndarray, number: int) -> AddedPlaces:
+        """Places of an `Added`. rows: to which the rows `given` are added, of a tensor with `number` rows."""
         unique, where, times = np.unique(rows, return_inverse=True, return_counts=True)
-        if len(unique) == len(rows):
-            return self.add_rows(ranges), None
+        if len(unique) == number and (given == np.arange(number)).all():
+            return AddedPlaces(group, self.add_rows(_ranges(rows)), None)
         order = np.argsort(rows, kind="stable")
         first = np.cumsum(times) - times
         occurrence = np.empty(len(rows), dtype=np.int64)
         occurrence[order] = np.arange(len(rows)) - first[where[order]]
         terms = np.full((times.max(), len(unique)), -1)
-        terms[occurrence, where] = np.arange(len(rows))
-        return self.add_rows(_ranges(unique)), self.add(terms.ravel())
+        terms[occurrence, where] = given
+        return AddedPlaces(group, self.add_rows(_ranges(unique)), self.add(terms.ravel()))
 
     def to_bytes(self) -> bytes:
         return np.concatenate([np.zeros(0, np.int32), *self._arrays]).astype(np.int32).tobytes()
 
 
-def make_table(calls: Sequence[Call], messages: Mapping[TransferGroup, Messages]) -> RowTable:
-    """The table of a program's calls and of its messages, changes of layout included."""
-    numbers = _Numbers()
-    call_places = tuple(_call_places(call, numbers) for call in calls)
-    message_places = {group: _message_places(messages[group], numbers) for group in messages}
-    return RowTable(numbers.to_bytes(), call_places, message_places)
+class _Gradients:
+    """Where gradients of the rows of a workspace lie.
+
+    row: int64 [row of the workspace], its row of sums; -1 without.
+    group: int64 [row of the workspace], number of the transfer group in whose buffer the gradient lies; -1 in sums.
+    place: int64 [row of the workspace], its row of that buffer.
+    buffered: the transfer groups with a buffer.
+    """
+
+    def __init__(self, messages: Mapping[TransferGroup, Messages], rows: int) -> None:
+        came = np.full(rows, -1)  # in which round of gathering a row is received
+        for group, one in messages.items():
+            if group.kind == "gather":
+                came[_listed(one.receives)] = group.round
+        self.buffered = [group for group in messages if group.kind == "return"]
+        self.group, self.place = np.full((2, rows), -1)
+        for number, group in enumerate(self.buffered):
+            sent = _listed(messages[group].sends)
+            # Where a round comes in between, other ranks return gradients of these keys in it.
+            direct = came[sent] >= group.round
+            self.group[sent[direct]], self.place[sent[direct]] = number, np.flatnonzero(direct)
+        summed = self.group < 0
+        self.row = np.where(summed, np.cumsum(summed) - 1, -1)
+        self.sums = int(summed.sum())
 
 
-def _call_places(call: Call, numbers: _Numbers) -> CallPlaces:
+def make_table(calls: Sequence[Call], messages: Mapping[TransferGroup, Messages], rows: int) -> RowTable:
+    """The table of a program's calls and of its messages, changes of layout included. rows: of the workspace."""
+    numbers, gradients = _Numbers(), _Gradients(messages, rows)
+    of_calls = tuple(_call_places(call, numbers, gradients) for call in calls)
+    of_messages = {group: _message_places(group, one, numbers, gradients) for group, one in messages.items()}
+    return RowTable(numbers.to_bytes(), of_calls, of_messages, gradients.sums, rows - gradients.sums)
+
+
+def _call_places(call: Call, numbers: _Numbers, gradients: _Gradients) -> CallPlaces:
     query_ends, key_ends = (numbers.add(piece_ends(part)) for part in (call.pieces.queries, call.pieces.keys))
     queries, keys = numbers.add_rows(call.queries), numbers.add_rows(call.keys)
-    return CallPlaces(query_ends, key_ends, queries, keys, *numbers.add_sums(call.keys))
+    rows = _rows(call.keys)
+    found = []
+    for number in np.unique(gradients.group[rows]).tolist():
+        given = np.flatnonzero(gradients.group[rows] == number)
+        into = (gradients.row if number < 0 else gradients.place)[rows[given]]
+        found.append(numbers.add_sums(None if number < 0 else gradients.buffered[number], into, given, len(rows)))
+    return CallPlaces(query_ends, key_ends, queries, keys, tuple(found))
 
 
-def _message_places(messages: Messages, numbers: _Numbers) -> MessagePlaces:
-    sent, received = (
-        [rows for message in side for rows in message.rows] for side in (messages.sends, messages.receives)
-    )
-    sends, nothing = numbers.add_rows(sent), Place(0, 0, False)
+def _message_places(
+    group: TransferGroup, messages: Messages, numbers: _Numbers, gradients: _Gradients
+) -> MessagePlaces:
+    nothing = Place(0, 0, False)
     if messages.adds:
-        return MessagePlaces(sends, nothing, *(numbers.add_sums(received) if received else (None, None)))
-    joined = join_adjacent(received)
+        sent, received = gradients.row[_listed(messages.sends)], gradients.row[_listed(messages.receives)]
+        added = numbers.add_sums(None, received, np.arange(len(received)), len(received)) if len(received) else None
+        if group not in gradients.buffered:
+            return MessagePlaces(numbers.add_rows(_ranges(sent)), nothing, added, None)
+        places = np.flatnonzero(sent >= 0)
+        summed = numbers.add_sums(group, places, sent[places], gradients.sums) if len(places) else None
+        return MessagePlaces(Place(0, len(sent), False), nothing, added, summed)
+    sends = numbers.add_rows([rows for message in messages.sends for rows in message.rows])
+    joined = join_adjacent([rows for message in messages.receives for rows in message.rows])
     if len(joined) < 2:
         return MessagePlaces(sends, Place(*joined[0], False) if joined else nothing, None, None)
     return MessagePlaces(sends, numbers.add(np.argsort(_rows(joined))), None, None)
+
+
+def _listed(messages: Sequence[PeerRows]) -> np.ndarray:
+    """int64 [row], rows of messages one after another."""
+    return _rows([rows for message in messages for rows in message.rows])
 
 
 def rows_on_device(
@@ -191,24 +259,26 @@ def rows_on_device(
             views[place] = on_device[place.start : place.stop]
         return views[place]
 
-    def rows(place: Place) -> Index:
-        return listed(place) if place.listed else slice(place.start, place.stop)
+    slices: dict[Place, slice] = {}  # equal rows are one object, by which the engine knows them
 
-    def terms_of(added: Place | None, terms: Place | None) -> torch.Tensor | None:
-        return None if added is None or terms is None else listed(terms).view(-1, added.stop - added.start)
+    def rows(place: Place) -> Index:
+        return listed(place) if place.listed else slices.setdefault(place, slice(place.start, place.stop))
+
+    def added(places: AddedPlaces) -> Added:
+        group, into, terms = places
+        return Added(group, rows(into), None if terms is None else listed(terms).view(-1, into.stop - into.start))
 
     call_rows = []
     for call, places in zip(calls, table.calls, strict=True):
         pieces = call.pieces._replace(ends=(listed(places.query_ends), listed(places.key_ends)))
-        queries, keys = rows(places.queries), rows(places.keys)
-        terms = terms_of(places.added, places.terms)
-        call_rows.append(CallRows(queries, keys, rows(places.added), terms, pieces, call.merges))
+        gradients = tuple(map(added, places.gradients))
+        call_rows.append(CallRows(rows(places.queries), rows(places.keys), gradients, pieces, call.merges))
     messages = {
         transfer_group: MessageRows(
             rows(one.sends),
             rows(one.receives),
-            None if one.added is None else rows(one.added),
-            terms_of(one.added, one.terms),
+            None if one.added is None else added(one.added),
+            None if one.summed is None else added(one.summed),
         )
         for transfer_group, one in table.messages.items()
     }
@@ -228,6 +298,6 @@ def _rows(ranges: Sequence[Rows]) -> np.ndarray:
 
 
 def _ranges(rows: np.ndarray) -> list[Rows]:
-    """Ranges of ascending rows."""
+    """Ranges of adjacent rows, in order."""
     cuts = np.flatnonzero(np.diff(rows) != 1) + 1
-    return [(int(part[0]), int(part[-1]) + 1) for part in np.split(rows, cuts)]
+    return [(int(part[0]), int(part[-1]) + 1) for part in np.split(rows, cuts) if len(part)]

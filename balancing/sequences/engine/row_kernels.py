@@ -117,8 +117,9 @@ def add_kernel(  # type: ignore[no-untyped-def]
     TOKENS: tl.constexpr,  # of a program
     LISTED: tl.constexpr,
     SUMMED: tl.constexpr,
+    STORES: tl.constexpr,
 ):
-    """One head of TOKENS rows of `total`: adds `part` and `more` to them."""
+    """One head of TOKENS rows of `total`: adds `part` and `more` to them, or with STORES replaces them."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     head = tl.program_id(1).to(tl.int64)
     real = token < tokens
@@ -126,19 +127,32 @@ def add_kernel(  # type: ignore[no-untyped-def]
     row = row.to(tl.int64)
     column = tl.arange(0, WIDTH)
     target = total + row[:, None] * total_row + head * total_head + column[None, :]
-    _add_part(target, part + head * part_head, which, token, tokens, terms, part_row, real, column, SIZE, SUMMED)
+    part += head * part_head
+    _add_part(target, part, which, token, tokens, terms, part_row, real, column, SIZE, SUMMED, STORES)
     if MORE:
         more += head * more_head
-        _add_part(target + SIZE, more, which, token, tokens, terms, more_row, real, column, MORE, SUMMED)
+        _add_part(target + SIZE, more, which, token, tokens, terms, more_row, real, column, MORE, SUMMED, STORES)
 
 
 @triton.jit
 def _add_part(  # type: ignore[no-untyped-def]
-    target, part, which, token, tokens, terms, part_row, real, column, SIZE: tl.constexpr, SUMMED: tl.constexpr
+    target,
+    part,
+    which,
+    token,
+    tokens,
+    terms,
+    part_row,
+    real,
+    column,
+    SIZE: tl.constexpr,
+    SUMMED: tl.constexpr,
+    STORES: tl.constexpr,
 ):
-    """Adds rows of one head of `part` to `target`, term after term."""
+    """Adds rows of one head of `part` to `target`, term after term; with STORES to zeros instead."""
     inside = real[:, None] & (column < SIZE)[None, :]
-    kept = tl.load(target, mask=inside, other=0.0)
+    kept = tl.load(target, mask=inside & (not STORES), other=0.0)
+    kept = kept if kept.dtype == tl.float64 else kept.to(tl.float32)
     if SUMMED:
         given = tl.zeros_like(kept)
         at = which + token
@@ -161,7 +175,11 @@ def add_options(head_size: int, more_size: int) -> dict[str, int]:
 
 
 def add_rows_fused(
-    total: torch.Tensor, rows: Any, parts: tuple[torch.Tensor, ...], terms: torch.Tensor | None = None
+    total: torch.Tensor,
+    rows: Any,
+    parts: tuple[torch.Tensor, ...],
+    terms: torch.Tensor | None = None,
+    stores: bool = False,
 ) -> None:
     """As `merging.add_rows`, in one launch, of one or two parts. Needs a stride of 1 in the last dimension."""
     part, more = parts if len(parts) > 1 else (*parts, parts[0])
@@ -175,7 +193,7 @@ def add_rows_fused(
         (total, part, more, rows if listed else unread, unread if terms is None else terms),
         (0 if listed else rows.start, tokens, 0 if terms is None else len(terms)),
         (*total.stride()[:2], *part.stride()[:2], *more.stride()[:2]),
-        options,
+        options | {"STORES": stores},
         LISTED=listed,
         SUMMED=terms is not None,
     )

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from balancing.messages import connect, start_message
+from balancing.messages import connect, start_all_to_all, start_message
 from balancing.ranges import named
 from balancing.sequences.engine import merging
 from balancing.sequences.engine.program import Messages, TransferGroup
@@ -120,7 +120,7 @@ class Pending:
             if isinstance(rows.receives, torch.Tensor):
                 torch.index_select(came, 0, rows.receives, out=self.into)
             elif rows.added is not None:
-                merging.choose_add(came.device)(self.into, rows.added, (came,), rows.terms)
+                merging.choose_add(came.device)(self.into, rows.added.rows, (came,), rows.added.terms)
         self.works, self.arriving, self.sent = [], [], []
 
 
@@ -253,8 +253,9 @@ class Transport:
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
-        self.process_group = dist.group.WORLD if process_group is None else process_group
-        assert self.process_group is not None, "torch.distributed is initialized"
+        group = dist.group.WORLD if process_group is None else process_group
+        assert group is not None, "torch.distributed is initialized"
+        self.process_group: dist.ProcessGroup = group
         self.rank = dist.get_rank(self.process_group)
         self.in_order = dist.get_backend(self.process_group) != "gloo"
         self._ranks = dist.get_process_group_ranks(self.process_group)
@@ -333,9 +334,7 @@ class Transport:
             arriving = into.new_empty(exchange.tokens, *into.shape[1:], dtype=dtype)
             pending.arriving = [arriving]
         pending.sent = [sent, arriving]
-        work = dist.all_to_all_single(arriving, sent, *exchange.sizes, group=self.process_group, async_op=True)
-        assert work is not None, "this rank is part of the group"
-        pending.works = [work]
+        pending.works = [start_all_to_all(arriving, sent, *exchange.sizes, self.process_group)]
         return pending
 
     def _start_messages(
