@@ -197,7 +197,7 @@ class _Model:
 
 def _experts(local: list[_Expert], config: Any) -> torch.nn.Module:
     """Timed experts with replicas, in place of Megatron's sequential ones."""
-    from megatron.balanced.experts.moe_layer import ReplicatedSequentialMLP
+    from megatron.balanced.experts.replicated import ReplicatedSequentialMLP
 
     class PacedExperts(ReplicatedSequentialMLP):
         def __init__(self) -> None:

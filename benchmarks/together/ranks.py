@@ -229,7 +229,6 @@ def _pace(pace: Pace, record: list[int], work: Work) -> set[str]:
     from benchmarks.baselines import sequences as baselines
     from benchmarks.experts.emulated_rank import routing_map
     from benchmarks.sequences import emulated_rank
-    from megatron.balanced.experts.moe_layer import ReplicatedSequentialMLP
     from megatron.balanced.sequences import dataset, planner, tokens
 
     emulated_rank.tile_pairs = pairs_of  # type: ignore[assignment]
@@ -247,8 +246,7 @@ def _pace(pace: Pace, record: list[int], work: Work) -> set[str]:
         return layer_forward(self, hidden_states, *args, **kwargs)
 
     TransformerLayer.forward = layer
-    for experts in (SequentialMLP, ReplicatedSequentialMLP):
-        experts.forward = _paced_experts(experts.forward, work, pace.token)
+    SequentialMLP.forward = _paced_experts(SequentialMLP.forward, work, pace.token)  # with replicas, runs these as well
 
     maps: dict[tuple[int, int, int], torch.Tensor] = {}
 

@@ -127,7 +127,7 @@ def _train_padded(argv: list[str], keep_parameters: bool) -> RankRun:
     from megatron.core.transformer.moe import token_dispatcher
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megatron.balanced.experts.moe_layer import ReplicatedSequentialMLP
+    from megatron.balanced.experts.replicated import ReplicatedSequentialMLP
 
     check, forward = TransformerConfig.__post_init__, ReplicatedSequentialMLP.forward
     rows: list[int] = []

@@ -192,7 +192,7 @@ def _train_replicas(argv: list[str], capability: tuple[int, int]) -> tuple[RankR
         acquire(self, layer, forward=forward)
         first = self._rank * self._homes_per_rank
         experts = [*range(first, first + self._homes_per_rank)]
-        if self.is_held(layer):
+        if self.held(layer):
             in_slots = {chain.slot: chain.expert for chain in self._layers[layer].chains if chain.slot is not None}
             experts += [in_slots.get(slot, -1) for slot in range(self.slots)]
         expected[:] = [(layer, experts, forward, number) for number in range(2)]

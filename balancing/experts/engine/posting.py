@@ -86,12 +86,15 @@ class Postings:
 
     def advance(self) -> None:
         """Post the next step of the oldest transfer, if steps are posted one at a time."""
-        self._drop_posted()
+        if self._left:
+            self._drop_posted()
         if self.turn_by_turn and self._left:
             self._left[0].relay.post()
 
     def begin_compute(self) -> None:
         """Post the next part of each transfer, if transfers are sent in parts."""
+        if not self._left:
+            return
         self._drop_posted()
         if not self.turn_by_turn:
             for posting in self._left:

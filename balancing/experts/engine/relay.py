@@ -87,7 +87,6 @@ class Relay:
         turns: int | None = None,
     ) -> None:
         self._process_group = process_group
-        self._ranks = dist.get_process_group_ranks(process_group)
         self._hops = sorted(hops, key=lambda hop: hop.turn)  # keeps the tensors alive, too
         self._incoming: list[dist.Work] = []
         self._outgoing: list[dist.Work] = []
@@ -195,7 +194,7 @@ class Relay:
         self.post(self.turns)
 
     def _operation(self, send_or_receive: Callable, hop: Hop, other: int) -> dist.P2POp:
-        return dist.P2POp(send_or_receive, hop.piece, self._ranks[other], self._process_group, hop.tag)
+        return dist.P2POp(send_or_receive, hop.piece, group=self._process_group, tag=hop.tag, group_peer=other)
 
     def _receive(self, hop: Hop) -> dist.Work:
         assert hop.source is not None

@@ -30,7 +30,7 @@ ensures this.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -49,6 +49,13 @@ __all__ = ["HomeExperts", "ReplicaSlots", "TransferStatistics"]
 
 def _nothing(layer: int) -> None:
     """Do nothing."""
+
+
+def _add(pairs: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
+    """Add the second tensor of each pair, if there is one, to the first, in one operation."""
+    present = [(total, gradient) for total, gradient in pairs if gradient is not None]
+    if present:
+        torch._foreach_add_(*zip(*present, strict=True))
 
 
 @dataclass(frozen=True)
@@ -107,9 +114,12 @@ class _Layer:
     buffer: number of the buffer that holds the layer's slots.
     weights: [slot, element], the flat weights of the expert in each slot; memory of the buffer.
     leaves: [slot] -> the replica's parameters, in the memory of `weights`.
+    placement: of the iteration.
     chains: chains of the layer's experts with replicas.
+    full: slots with a replica of this rank.
     fetching: weights in flight.
     accumulated: [slot, element], gradients of this rank's replicas; None before the first gradients.
+    parts: [slot] -> views of `accumulated`, one for each parameter.
     reduction: gradients in flight.
     backwards: number of backward passes so far in the iteration.
     moved_bytes: bytes sent by all ranks together, weights and gradients.
@@ -119,21 +129,22 @@ class _Layer:
     buffer: int
     weights: torch.Tensor
     leaves: list[list[torch.Tensor]]
+    placement: ReplicaPlacement | None = None
     chains: list[Chain] = field(default_factory=list)
+    full: list[int] = field(default_factory=list)
     fetching: list[Relay] = field(default_factory=list)
     accumulated: torch.Tensor | None = None
+    parts: list[list[torch.Tensor]] = field(default_factory=list)
     reduction: _Reduction | None = None
     backwards: int = 0
     moved_bytes: int = 0
 
-    def begin_step(self, chains: list[Chain]) -> None:
-        """Begin an iteration with replicas in `chains`."""
-        self.chains, self.backwards, self.moved_bytes = chains, 0, 0
-
-    @property
-    def replicas(self) -> list[list[torch.Tensor]]:
-        """The parameters of each replica on this rank."""
-        return [self.leaves[chain.slot] for chain in self.chains if chain.slot is not None]
+    def begin_step(self, placement: ReplicaPlacement, rank: int) -> None:
+        """Begin an iteration on `rank` with replicas as in `placement`."""
+        self.backwards = self.moved_bytes = 0
+        if placement is not self.placement:
+            self.placement, self.chains = placement, chains_of(placement, rank)
+            self.full = sorted(chain.slot for chain in self.chains if chain.slot is not None)
 
 
 class _Buffers(NamedTuple):
@@ -184,7 +195,8 @@ class ReplicaSlots:
         self._homes_per_rank = len(homes.parameters[0])
         self._experts = self._homes_per_rank * dist.get_world_size(process_group)
         self._shapes = [p.shape for p in first]
-        self._size = sum(p.numel() for p in first)
+        self._numels = [p.numel() for p in first]
+        self._size = sum(self._numels)
         self._layout = WeightLayout(first, homes.format)
         self._device = first[0].device
         self._gradient_dtype = torch.float64 if first[0].dtype is torch.float64 else torch.float32
@@ -263,7 +275,7 @@ class ReplicaSlots:
         self._content = [None] * len(self._content)
         self._micro_batches = micro_batches
         for layer, placement in zip(self._layers, placements, strict=True):
-            layer.begin_step(chains_of(placement, self._rank))
+            layer.begin_step(placement, self._rank)
         first = self._first_used(range(len(self._layers)))
         if first is not None:
             self.prefetch(first)
@@ -346,14 +358,14 @@ class ReplicaSlots:
             self._wait(relay.wait_received)
             self._leaving.append(relay)
         if layer.fetching:
-            self.homes.format.received([leaf for leaves in layer.replicas for leaf in leaves])
+            self.homes.format.received([leaf for slot in layer.full for leaf in layer.leaves[slot]])
             layer.fetching.clear()
         self.begin_compute()
         self._prefetch_after(number, forward)
-        if self.homes.fused and not forward and layer.replicas:
-            accumulated = self._accumulator(number)
-            for leaves, flat in zip(layer.leaves, accumulated, strict=True):
-                for leaf, gradient in zip(leaves, self._like_parameters(flat), strict=True):
+        if self.homes.fused and not forward and layer.full:
+            self._accumulator(number)
+            for leaves, parts in zip(layer.leaves, layer.parts, strict=True):
+                for leaf, gradient in zip(leaves, parts, strict=True):
                     leaf.main_grad = gradient  # type: ignore[attr-defined]
 
     def _prefetch_after(self, number: int, forward: bool) -> None:
@@ -368,9 +380,10 @@ class ReplicaSlots:
         """Whether layer `number` has a replica on any rank of the group in this iteration."""
         return bool(self._layers[number].chains)
 
-    def is_held(self, number: int) -> bool:
-        """Whether this rank has a replica of layer `number` in this iteration."""
-        return bool(self._layers[number].replicas)
+    def held(self, number: int) -> int:
+        """Number of slots of layer `number` up to the last with a replica of this rank in this iteration."""
+        full = self._layers[number].full
+        return full[-1] + 1 if full else 0
 
     def moved_bytes(self, number: int) -> int:
         """Bytes that all ranks together have sent for layer `number` in this iteration, weights and gradients."""
@@ -402,13 +415,13 @@ class ReplicaSlots:
                 self._finish_reduction(other)
         layer = self._layers[number]
         layer.backwards += 1
-        for chain in layer.chains:
-            if chain.slot is None:
-                continue
-            accumulated = self._accumulator(number)[chain.slot]
-            for leaf, flat in zip(layer.leaves[chain.slot], self._like_parameters(accumulated), strict=True):
-                if leaf.grad is not None:
-                    flat.add_(leaf.grad)
+        if layer.full:
+            self._accumulator(number)
+            _add(
+                (part, leaf.grad)
+                for slot in layer.full
+                for part, leaf in zip(layer.parts[slot], layer.leaves[slot], strict=True)
+            )
         for leaves in layer.leaves:
             for leaf in leaves:
                 leaf.grad = None
@@ -420,11 +433,12 @@ class ReplicaSlots:
         layer = self._layers[number]
         if layer.accumulated is None:
             layer.accumulated = torch.zeros(self.slots, self._size, dtype=self._gradient_dtype, device=self._device)
+            layer.parts = [self._like_parameters(flat) for flat in layer.accumulated.unbind()]
         return layer.accumulated
 
     def _like_parameters(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Views of an expert's gradients, one for each parameter."""
-        pieces = flat.split([shape.numel() for shape in self._shapes])
+        pieces = flat.split(self._numels)
         return [piece.view(shape) for piece, shape in zip(pieces, self._shapes, strict=True)]
 
     def _start_reduction(self, number: int) -> None:
@@ -434,7 +448,7 @@ class ReplicaSlots:
             for leaves in layer.leaves:
                 for leaf in leaves:
                     leaf.main_grad = None  # type: ignore[attr-defined]
-        accumulated, layer.accumulated = layer.accumulated, None
+        accumulated, layer.accumulated, layer.parts = layer.accumulated, None, []
         received: list[tuple[int, torch.Tensor]] = []
 
         def tensors(chain: Chain) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -489,9 +503,11 @@ class ReplicaSlots:
         relay.post_rest()  # also on ranks that receive nothing, since all ranks post at the same point
         if received:
             self._wait(relay.wait_received)
-        for home, flat in received:
-            for parameter, piece in zip(layer.homes[home], self._like_parameters(flat), strict=True):
-                self.homes.gradient(parameter).add_(piece)
+        _add(
+            (self.homes.gradient(parameter), part)
+            for home, flat in received
+            for parameter, part in zip(layer.homes[home], self._like_parameters(flat), strict=True)
+        )
         self._leaving.append(relay)
 
     def take_statistics(self) -> TransferStatistics:
@@ -530,7 +546,7 @@ class ReplicaSlots:
             if layer.reduction is not None:
                 self._leaving.append(layer.reduction.relay)
             layer.fetching.clear()
-            layer.reduction = layer.accumulated = None
+            layer.reduction, layer.accumulated, layer.parts = None, None, []
             for leaves in layer.leaves:
                 for leaf in leaves:
                     leaf.grad = None

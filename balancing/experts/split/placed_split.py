@@ -43,8 +43,8 @@ class SplitTables:
         self.placement, self.device = placement, device
         # This order of physical numbers puts the instances of an expert side by side.
         order = np.argsort(placement.phys2log, kind="stable")
-        first = run_starts(placement.phys2log[order])
-        self.indices = np.stack([np.maximum(placement.phys2log, 0), order, first, np.argsort(order)])
+        first, back = run_starts(placement.phys2log[order]), np.argsort(order)
+        self.indices = np.stack([np.maximum(placement.phys2log, 0), order, back, first[back]])
         self.splitter: Splitter | None = None
         self.kernel_tables: np.ndarray | None = None
         if placement.replicas and kernels_split(placement, device):
@@ -70,8 +70,8 @@ class PlacedSplit:
 
     def __init__(self, tables: SplitTables, indices: Any, kernel_tables: torch.Tensor | None) -> None:
         self.placement, self._device = tables.placement, tables.device
-        expert, self._order, self._first, self._back = indices
-        self.expert: torch.Tensor = torch.as_tensor(expert)
+        self._order, self._ends = indices[1], indices[2:].reshape(-1)
+        self.expert: torch.Tensor = torch.as_tensor(indices[0])
         self._splitter, self._kernels = tables.splitter, None
         if kernel_tables is not None:
             from balancing.experts.split.split_kernel import SplitKernels
@@ -96,9 +96,14 @@ class PlacedSplit:
 
         served: int [.., physical], tokens of each instance.
         """
-        tokens = served[..., self._order]
-        total = tokens.cumsum(-1) - tokens
-        return (total - total[..., self._first])[..., self._back]
+        if self._device is None:
+            tokens = served.take(self._order, -1)
+            ends = (tokens.cumsum(-1) - tokens).take(self._ends, -1)
+        else:
+            tokens = served.index_select(-1, self._order)
+            ends = (tokens.cumsum(-1) - tokens).index_select(-1, self._ends)
+        number = len(self._order)
+        return ends[..., :number] - ends[..., number:]
 
 
 def place_all(tables: Sequence[SplitTables], device: torch.device | None) -> list[PlacedSplit]:

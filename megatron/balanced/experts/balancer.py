@@ -38,7 +38,7 @@ from megatron.balanced.experts.planning import (
 )
 from megatron.balanced.experts.quantized_weights import copied_bytes, weight_format
 from megatron.balanced.experts.replay import check_loads, gather_loads
-from megatron.balanced.experts.te_grouped_mlp import home_parameters
+from megatron.balanced.experts.replicated import home_parameters
 from megatron.balanced.shared.callbacks import HeldBytes, StepCallback, trained
 from megatron.balanced.shared.job import Job
 from megatron.balanced.shared.model_checks import check_model, mark_model

@@ -12,8 +12,8 @@ from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.utils import unwrap_model
 
-from megatron.balanced.experts.moe_layer import BalancedMoELayer, ReplicatedSequentialMLP
-from megatron.balanced.experts.te_grouped_mlp import ReplicatedTEGroupedMLP
+from megatron.balanced.experts.moe_layer import BalancedMoELayer
+from megatron.balanced.experts.replicated import ReplicatedSequentialMLP, ReplicatedTEGroupedMLP
 from megatron.balanced.shared.tail import runs_several_times
 
 __all__ = ["balance_layer", "balance_layers", "restore_layers"]

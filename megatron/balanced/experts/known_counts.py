@@ -7,8 +7,7 @@ to split, the dispatcher gathers, and balanced experts use its counts.
 """
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -25,14 +24,17 @@ class _Counted(Protocol):
 _known: list[_Counted] = []
 
 
-@contextmanager
-def known_counts(share: _Counted) -> Iterator[None]:
-    """Make the dispatcher's next gather of counts return `share.counts`, int64, flat, rank by rank. If these are None,
-    the dispatcher gathers and stores its result there."""
-    _known.append(share)
-    try:
-        yield
-    finally:
+class known_counts:
+    """A context in which the dispatcher's next gather of counts returns `share.counts`, int64, flat, rank by rank. If
+    these are None, the dispatcher gathers and stores its result there."""
+
+    def __init__(self, share: _Counted) -> None:
+        self._share = share
+
+    def __enter__(self) -> None:
+        _known.append(self._share)
+
+    def __exit__(self, *unused: object) -> None:
         _known.clear()
 
 

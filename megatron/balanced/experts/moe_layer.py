@@ -14,19 +14,18 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
-from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
-from balancing.experts.engine.slots import ReplicaSlots
 from balancing.experts.placement import ReplicaPlacement, contiguous_homes
 from balancing.experts.split.placed_split import PlacedSplit, SplitTables, kernels_split, place_all
 from megatron.balanced.cpu.device import is_cpu
 from megatron.balanced.experts.known_counts import known_counts, takes_known_counts
+from megatron.balanced.experts.replicated import on_backward
 from megatron.balanced.shared.recompute import Replays
 from megatron.balanced.shared.tail import layer_index
 
-__all__ = ["BalancedMoELayer", "ReplicatedSequentialMLP", "place_layers"]
+__all__ = ["BalancedMoELayer", "place_layers"]
 
 
 @dataclass(slots=True)
@@ -43,130 +42,6 @@ class _Share:
     placed: PlacedSplit
     counts: torch.Tensor | None = None
     interval: tuple[torch.Tensor, torch.Tensor] | None = None
-
-
-class _OnBackward(torch.autograd.Function):
-    """The identity, whose backward pass calls `act` before it returns the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, act: Callable[[], None]) -> torch.Tensor:
-        ctx.act = act
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        ctx.act()
-        return gradients[0], None
-
-
-def at_once(act: Callable[[], None]) -> None:
-    """Call `act`."""
-    act()
-
-
-class ReplicatedSequentialMLP(SequentialMLP):
-    """Megatron's sequential experts, followed by the replicas in the slots.
-
-    Parameters and checkpoints are those of Megatron-LM: a slot runs a home expert's module on the replica's weights.
-
-    active: whether replicas are used; see `BalancedMoELayer.active`.
-    ends_after_backward_dw: whether `backward_dw` ends a backward pass, after the gradients of inputs have been passed
-        on (`--delay-wgrad-compute`).
-    when_computed: calls its argument when the weight gradients of a backward pass have been computed.
-    """
-
-    slots: ReplicaSlots | None = None  # set when the model is complete; None: no replicas
-    position = 0  # among the MoE layers of the model chunk
-    active = True
-    when_computed = staticmethod(at_once)
-
-    def prepare(self) -> None:
-        """Called once, when the experts of a finished model get replicas."""
-        self.ends_after_backward_dw = self.config.delay_wgrad_compute
-        # Fused accumulation adds a weight's gradient to its data-parallel buffer, which a replica does not have. So
-        # these experts return their gradients to autograd. The rest of the model keeps the fusion.
-        for linear in self.modules():
-            if getattr(linear, "gradient_accumulation_fusion", False):
-                linear.gradient_accumulation_fusion = False
-
-    def forward(
-        self,
-        permuted_local_hidden_states: torch.Tensor,
-        tokens_per_expert: torch.Tensor,
-        permuted_probs: torch.Tensor,
-    ) -> tuple[torch.Tensor, None]:
-        """Run the home experts and the replicas; returns float [token, hidden], and None for the bias.
-
-        permuted_local_hidden_states: float [token, hidden], sorted by local physical expert.
-        tokens_per_expert: int [local physical expert].
-        permuted_probs: float [token], weight of the router.
-        """
-        slots, position = self.slots, self.position
-        if slots is None or not (self.training and self.active):
-            return super().forward(permuted_local_hidden_states, tokens_per_expert, permuted_probs)
-        if self.config.moe_apply_probs_on_input:
-            weighted = permuted_probs.unsqueeze(-1) * permuted_local_hidden_states
-            permuted_local_hidden_states = weighted.to(permuted_local_hidden_states.dtype)
-            permuted_probs = torch.ones_like(permuted_probs)
-        counts = tokens_per_expert.tolist()
-        homes = self.num_local_experts
-        if not self.ends_after_backward_dw:
-            permuted_local_hidden_states = _OnBackward.apply(
-                permuted_local_hidden_states, lambda: self.when_computed(lambda: slots.end_pass(position))
-            )
-        if not slots.is_used(position):
-            return self._run_homes(permuted_local_hidden_states, counts[:homes], permuted_probs), None
-        parts = [sum(counts[:homes]), sum(counts[homes:])]
-        hidden, hidden_of_replicas = permuted_local_hidden_states.split(parts)
-        probs, probs_of_replicas = permuted_probs.split(parts)
-        at_home = self._run_homes(hidden, counts[:homes], probs)
-        return torch.cat([at_home, self._replicas(slots, hidden_of_replicas, counts[homes:], probs_of_replicas)]), None
-
-    def _replicas(
-        self, slots: ReplicaSlots, hidden: torch.Tensor, counts: list[int], probs: torch.Tensor
-    ) -> torch.Tensor:
-        """Outputs of the tokens in the slots. Empty slots run, too, so that every rank has the backward pass."""
-        position = self.position
-        slots.acquire(position, forward=True)
-        # A backward pass reaches `outputs` before the replicas, and `tokens` after them.
-        tokens = hidden
-        if not self.ends_after_backward_dw:
-            tokens = _OnBackward.apply(hidden, lambda: self.when_computed(lambda: slots.accumulate_gradients(position)))
-        outputs = self._run_replicas(slots.leaves(position), tokens, counts, probs)
-        return _OnBackward.apply(outputs, lambda: slots.acquire(position, forward=False))
-
-    def backward_dw(self) -> None:
-        """Compute the weight gradients that the backward pass has left out, then return those of replicas
-        (`--delay-wgrad-compute`)."""
-        super().backward_dw()
-        if self.slots is not None and self.active and self.ends_after_backward_dw:
-            if self.slots.is_used(self.position):
-                self.slots.accumulate_gradients(self.position)
-            self.slots.end_pass(self.position)
-
-    def _run_homes(self, hidden: torch.Tensor, counts: list[int], probs: torch.Tensor) -> torch.Tensor:
-        parts = zip(self.local_experts, hidden.split(counts), probs.split(counts), strict=True)
-        return torch.cat([expert(tokens, weights)[0] for expert, tokens, weights in parts])
-
-    def _run_replicas(
-        self, replicas: list[list[torch.Tensor]], hidden: torch.Tensor, counts: list[int], probs: torch.Tensor
-    ) -> torch.Tensor:
-        """Outputs of the replicas, float [token, hidden].
-
-        replicas: for each slot the parameters of its expert, in the order of `parameters()`.
-        hidden: float [token, hidden], sorted by slot.
-        counts: tokens of each slot.
-        probs: float [token], weight of the router.
-        """
-        template = self.local_experts[0]
-        names = [name for name, _ in template.named_parameters()]
-        parts = zip(replicas, hidden.split(counts), probs.split(counts), strict=True)
-        return torch.cat(
-            [
-                torch.func.functional_call(template, dict(zip(names, leaves, strict=True)), (tokens, weights))[0]
-                for leaves, tokens, weights in parts
-            ]
-        )
 
 
 def place_layers(tables: dict["BalancedMoELayer", SplitTables]) -> None:
@@ -272,7 +147,7 @@ class BalancedMoELayer(MoELayer):
         dispatched, *rest = self._preprocess(hidden_states, probs, routing_map)
         if self.training and self.active:
             # The token all-to-all comes next; in a backward pass it has just ended.
-            dispatched = _OnBackward.apply(dispatched, self._begin_compute)
+            dispatched = on_backward(dispatched, self._begin_compute)
         return dispatched, *rest
 
     def _begin_compute(self) -> None:
@@ -354,12 +229,15 @@ class BalancedMoELayer(MoELayer):
         return share
 
     def _add_load(self, gathered: torch.Tensor) -> Any:
-        """Add a micro-batch to `loads`. gathered: int64 tensor, flat, what each rank sends to each expert. Returns it
-        as int64 [source_rank, tensor_rank, expert]."""
+        """Add a micro-batch to `loads`. gathered: int64 tensor, flat, what each rank sends to each expert. Returns it,
+        with several tensor-parallel ranks as int64 [source_rank, tensor_rank, expert]."""
         dispatcher = self._logical
         counts = gathered.numpy() if self.device is None else gathered
-        counts = counts.reshape(-1, dispatcher.tp_size, self.config.num_moe_experts)
-        load = counts.sum(1) if dispatcher.tp_size > 1 else counts[:, 0]
+        if dispatcher.tp_size > 1:
+            counts = counts.reshape(-1, dispatcher.tp_size, self.config.num_moe_experts)
+            load = counts.sum(1)
+        else:
+            load = counts.reshape(-1, self.config.num_moe_experts)
         if self.routed is not None:
             self.routed(load)
         self.loads.append(load)
@@ -368,7 +246,7 @@ class BalancedMoELayer(MoELayer):
     def _split(self, placed: PlacedSplit, counts: Any, load: Any) -> tuple[_Share, Any]:
         """Divide a load over the instances of `placed`; also returns the tokens that each rank computes, int [rank].
 
-        counts: int64 [source_rank, tensor_rank, expert].
+        counts: int64 [source_rank, tensor_rank, expert]; not read with one tensor-parallel rank.
         load: int64 [source_rank, expert], the sum of `counts` over tensor ranks.
         """
         served = placed.split(load)  # [source_rank, physical]

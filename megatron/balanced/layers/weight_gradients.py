@@ -262,8 +262,7 @@ def _experts_of(module: torch.nn.Module) -> dict[torch.nn.Module, Any]:
 def _compute_first(experts: Any, act: Callable[[], None]) -> None:
     """Call `act` after the weight gradients that grouped experts have delayed. They are not computed earlier, since
     autograd adds to the gradients of replicas what the linear layers returned before they were complete."""
-    if hasattr(experts, "compute_weight_gradients"):
-        experts.compute_weight_gradients()
+    experts.compute_weight_gradients()
     act()
 
 
