@@ -13,7 +13,7 @@ on the same processor (`torch.add`, about a microsecond). That multiple can be c
 - experts: a balanced MoE layer beside Megatron-LM's own.
 - report: the hooks of `--balance-report` on a transformer layer, and the wrapper around a schedule.
 
-Goals stand in parentheses. Exit code 1 if one is missed. Takes half a minute on one core.
+Goals stand in parentheses. Exit code 1 if one is missed. Takes a minute on one core.
 """
 
 import argparse

@@ -58,7 +58,7 @@ class Measured:
     counted: Counted
 
 
-def measure(call: Callable[[], object], counted: Counted, repeats: int = 7) -> Measured:
+def measure(call: Callable[[], object], counted: Counted, repeats: int = 50) -> Measured:
     """Measure a call: the quickest of `repeats`, in additions of 8 x 8, the quickest as well.
 
     counted: counts of one call; kernels that the caller has replaced add to its `launches` meanwhile.

@@ -20,6 +20,7 @@ __all__ = ["experts", "report"]
 
 _HIDDEN, _TOKENS, _TOPK = 32, 64, 2
 _SLOTS, _EXPERTS = 2, 4  # of a rank
+_LAYERS = 4  # that the report times
 _WITHOUT, _WITH, _HOOKS = 1.02, 1.10, 1.01  # goals
 
 
@@ -49,12 +50,15 @@ def _row(case: str, measured: Measured, ratio: float | None, goal: float | None)
 
 
 def experts(quick: bool) -> list[dict[str, Any]]:
-    """An MoE layer of Megatron-LM at several expert-parallel sizes, and balanced with none, one and both slots full."""
+    """An MoE layer of Megatron-LM at several expert-parallel sizes, also with as many more experts as there are slots,
+    and balanced with none, one and both slots full."""
     rows = []
     for ranks in (4, 8) if quick else (4, 8, 64):
         with _megatron(ranks):
             own = _moe_layer(ranks, None)
             rows.append(_row(f"EP {ranks}, Megatron-LM's", own, None, None))
+            more = _moe_layer(ranks, None, _EXPERTS + _SLOTS)
+            rows.append(_row(f"EP {ranks}, with slots as experts", more, more.seconds / own.seconds, None))
             for full in range(_SLOTS + 1):
                 measured = _moe_layer(ranks, full)
                 case = f"EP {ranks}, {full} of {_SLOTS} slots full" if full else f"EP {ranks}, no replicas"
@@ -62,8 +66,9 @@ def experts(quick: bool) -> list[dict[str, Any]]:
     return rows
 
 
-def _moe_layer(ranks: int, full: int | None) -> Measured:
-    """Forward and backward of a layer. full: slots with a replica on each rank; None for Megatron-LM's own layer."""
+def _moe_layer(ranks: int, full: int | None, experts: int = _EXPERTS) -> Measured:
+    """Forward and backward of a layer. full: slots with a replica on each rank; None for Megatron-LM's own layer.
+    experts: of a rank."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.mlp import MLPSubmodules
     from megatron.core.transformer.moe import token_dispatcher
@@ -77,7 +82,7 @@ def _moe_layer(ranks: int, full: int | None) -> Measured:
     if not takes_known_counts():
         gather = token_dispatcher.gather_from_sequence_parallel_region
         token_dispatcher.gather_from_sequence_parallel_region = with_known_counts(gather)
-    number = _EXPERTS * ranks
+    number = experts * ranks
     config = TransformerConfig(
         num_layers=1, num_attention_heads=4, hidden_size=_HIDDEN, moe_ffn_hidden_size=_HIDDEN,
         num_moe_experts=number, moe_router_topk=_TOPK, moe_token_dispatcher_type="alltoall",
@@ -107,7 +112,7 @@ def _moe_layer(ranks: int, full: int | None) -> Measured:
             slots.end_step()
             layer.forget_passes()
 
-    return measure(both, counted, repeats=25)
+    return measure(both, counted)
 
 
 def _fill(layer: Any, ranks: int, full: int) -> Any:
@@ -152,10 +157,10 @@ def _split_at_once(counted: Counted) -> None:
 
 
 def report() -> list[dict[str, Any]]:
-    """A dense transformer layer without and with the report's hooks, and a schedule that does nothing, wrapped."""
+    """Dense transformer layers without and with the report's hooks, and a schedule that does nothing, wrapped."""
     with _megatron(1):
-        plain, watched = _dense_layer(watched=False), _dense_layer(watched=True)
-        rows = [_row("a dense layer", plain, None, None)]
+        plain, watched = _dense_layers(watched=False), _dense_layers(watched=True)
+        rows = [_row(f"{_LAYERS} dense layers", plain, None, None)]
         rows.append(_row("with the report's hooks", watched, watched.seconds / plain.seconds, _HOOKS))
         bare, wrapped = _schedule(wrapped=False), _schedule(wrapped=True)
         rows.append(_row("a schedule that does nothing", bare, None, None))
@@ -163,8 +168,9 @@ def report() -> list[dict[str, Any]]:
     return rows
 
 
-def _dense_layer(*, watched: bool) -> Measured:
-    """Forward and backward of a transformer layer, with the hooks of a step that is measured if `watched`."""
+def _dense_layers(*, watched: bool) -> Measured:
+    """Forward and backward of transformer layers, one after another, with the hooks of a step that is measured if
+    `watched`."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.spec_utils import build_module
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -173,23 +179,28 @@ def _dense_layer(*, watched: bool) -> Measured:
     from megatron.balanced.observe.timing_hooks import Step, TimingHooks
 
     config = TransformerConfig(
-        num_layers=1, num_attention_heads=4, hidden_size=_HIDDEN, attention_dropout=0.0, hidden_dropout=0.0
+        num_layers=_LAYERS, num_attention_heads=4, hidden_size=_HIDDEN, attention_dropout=0.0, hidden_dropout=0.0
     )
-    layer = build_module(get_gpt_layer_local_spec(), config=config, layer_number=1)
+    spec = get_gpt_layer_local_spec()
+    layers = [build_module(spec, config=config, layer_number=number + 1) for number in range(_LAYERS)]
     hidden, grad = torch.randn(8, 1, _HIDDEN, requires_grad=True), torch.randn(8, 1, _HIDDEN)
     mask = torch.ones(1, 1, 8, 8).triu(1).bool()
     if watched:
         hooks = TimingHooks(CpuClock())
-        hooks.watch_layer(layer, 0)
+        for layer in layers:
+            hooks.watch_layer(layer, 0)
         step = Step(0, 0.0, hooks.clock.mark())
         hooks.step = step
 
     def both() -> None:
         if watched:
             step.spans.clear()
-        layer(hidden, mask)[0].backward(grad)
+        output = hidden
+        for layer in layers:
+            output = layer(output, mask)[0]
+        output.backward(grad)
 
-    return measure(both, Counted(), repeats=25)
+    return measure(both, Counted())
 
 
 def _schedule(*, wrapped: bool) -> Measured:
@@ -200,4 +211,4 @@ def _schedule(*, wrapped: bool) -> Measured:
         return None
 
     run: Callable[..., Any] = Callbacks([StepCallback()]).within(schedule) if wrapped else schedule
-    return measure(lambda: run(num_microbatches=1), Counted(), repeats=25)
+    return measure(lambda: run(num_microbatches=1), Counted())

@@ -87,8 +87,8 @@ class TimingHooks:
         self._chunk = 0  # the chunk that is in its forward pass
         self._backward_of = (0, 0)  # chunk and micro-batch
         self._open: dict[_Part, tuple[int, Mark]] = {}  # part in its backward pass -> micro-batch, begin
-        # The last output that has a gradient hook, and the parts whose input it is.
-        self.boundary: tuple[Callable[[], torch.Tensor | None], list[_Part]] = (lambda: None), []
+        # The latest output, the parts whose input it is (None if it has no gradient), and when it was there.
+        self.boundary: tuple[Callable[[], torch.Tensor | None], list[_Part] | None, Mark] = (lambda: None), None, None
         self._call_begin: Mark = None
         self._latest: dict[bool, Any] = {}  # whether of a whole stage -> the last span that nodes were added to
         self._config: Any = None
@@ -124,7 +124,7 @@ class TimingHooks:
             part.leave(hidden_in, output[0] if isinstance(output, tuple) else output)
 
         if getattr(layer, "cuda_graphs", None) is None:
-            layer.register_forward_pre_hook(part.enter)
+            layer.register_forward_pre_hook(part.enter, with_kwargs=True)
             layer.register_forward_hook(leave, with_kwargs=True)
         else:  # a replay runs no hooks, and a module with hooks is not captured
             for name in ("forward", "_te_cuda_graph_replay"):
@@ -181,7 +181,7 @@ class TimingHooks:
         def leave(module: torch.nn.Module, args: tuple, kwargs: dict, output: torch.Tensor) -> None:
             part.leave(kwargs["hidden_states"], output)
 
-        tail.register_forward_pre_hook(part.enter)
+        tail.register_forward_pre_hook(part.enter, with_kwargs=True)
         tail.register_forward_hook(leave, with_kwargs=True)
         return part
 
@@ -193,7 +193,7 @@ class TimingHooks:
 
         def enter(module: torch.nn.Module, args: tuple) -> None:
             if not hidden_in:
-                part.enter(module)
+                part.enter(module, args)
                 hidden_in[:] = args[:1]
 
         def leave(module: torch.nn.Module, args: tuple, output: torch.Tensor) -> None:
@@ -356,7 +356,7 @@ def _between(run: Callable, enter: Callable, leave: Callable) -> Callable:
 
     @wraps(run)
     def run_between(*args: Any, **kwargs: Any) -> Any:
-        enter()
+        enter(args, kwargs)
         output = run(*args, **kwargs)
         leave(args, kwargs, output)
         return output
@@ -372,9 +372,14 @@ class _Part:
         self.replays: Replays[int] = hooks.replays()
         self.begin: Mark = None
 
-    def enter(self, module: torch.nn.Module, *unused: Any) -> None:
-        if module.training and self.hooks.step is not None:
-            self.begin = self.hooks.clock.mark()
+    def enter(self, module: torch.nn.Module, args: tuple = (), kwargs: dict[str, Any] | None = None) -> None:
+        """Begin a forward pass: now, or when the part before it has ended, if nothing came in between."""
+        hooks = self.hooks
+        if hooks.step is None or not module.training:
+            return
+        hidden = args[0] if args else (kwargs or {}).get("hidden_states")
+        before, _, end = hooks.boundary
+        self.begin = end if hidden is not None and before() is hidden else hooks.clock.mark()
 
     def leave(self, hidden_in: torch.Tensor | None, hidden_out: torch.Tensor) -> None:
         """End a forward pass, and mark its backward pass by the gradients of `hidden_out` and `hidden_in` (None for a
@@ -385,18 +390,20 @@ class _Part:
             return
         self.begin = None
         micro_batch, is_replay = self.replays.decide(lambda: hooks.micro_batch.get(self.chunk, 0))
-        kind = "recompute" if is_replay else "forward"
-        step.spans.append((kind, self.layer, self.chunk, micro_batch, [(begin, hooks.clock.mark())]))
-        before, following = hooks.boundary
-        if hidden_in is not None and before() is hidden_in:  # one hook ends this part and begins the one before it
-            following.append(self)
-        elif hidden_in is not None and hidden_in.requires_grad:
-            hidden_in.register_hook(lambda gradient: hooks.close_backward(self))
+        kind, end = "recompute" if is_replay else "forward", hooks.clock.mark()
+        step.spans.append((kind, self.layer, self.chunk, micro_batch, [(begin, end)]))
+        before, following, _ = hooks.boundary
+        if hidden_in is not None and hidden_in.requires_grad:
+            if following is not None and before() is hidden_in:  # one hook ends this part and begins the one before it
+                following.append(self)
+            else:
+                hidden_in.register_hook(lambda gradient: hooks.close_backward(self))
+        after: list[_Part] | None = None
         # Megatron-LM adds residuals with gradients even where it will recompute; that graph has no backward pass.
         if hidden_out.requires_grad and torch.is_grad_enabled():
-            after: list[_Part] = []
-            hidden_out.register_hook(lambda gradient: hooks.open_backward(self, micro_batch, after))
-            hooks.boundary = weakref.ref(hidden_out), after
+            after = parts = []
+            hidden_out.register_hook(lambda gradient: hooks.open_backward(self, micro_batch, parts))
+        hooks.boundary = weakref.ref(hidden_out), after, end
 
 
 class _StageTimer:
