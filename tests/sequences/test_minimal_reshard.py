@@ -15,7 +15,8 @@ from balancing.sequences import (
     remap_traffic,
     step_cost,
 )
-from balancing.sequences.planners.minimal_reshard import shed_tails, zigzag
+from balancing.sequences.planners.minimal_reshard import shed_tails, zigzag, zigzag_of_rows
+from balancing.sequences.sequence_plan import zigzag_areas
 from tests.support.sequence_plans import nodes_of
 
 SHAPE = AttentionShape(hidden=4096, heads=32, kv_heads=8, layers=32, ffn_hidden=14336)
@@ -45,6 +46,30 @@ def test_what_stays_is_balanced_and_few_tokens_travel(seed, ways):
     moved = remap_traffic(plan).tokens.sum() if plan.remapped else 0
     assert excess / max(flat) * 0.9 - ranks <= moved
     assert moved <= 0.6 * sum(flat)
+
+
+@pytest.mark.parametrize("ways", [2, 4])
+@pytest.mark.parametrize("seed", range(4))
+def test_packed_rows_are_cut_as_a_whole(seed, ways):
+    """Every token once, as much area as Megatron-LM's ranks have, in two runs of the row."""
+    draw, size = np.random.default_rng(seed), 2 * ways * 64
+    lengths = []
+    for _ in range(3):
+        cuts = np.unique([0, *draw.integers(1, size, draw.integers(0, 12)), size])
+        lengths.append(tuple(np.diff(cuts).tolist()))
+    flat = tuple(length for of_rank in lengths for length in of_rank)
+    shards = sorted(zigzag_of_rows(tuple(lengths), ways), key=lambda shard: (shard.rank, *shard))
+    plan = SequencePlan(flat, 3 * ways, "given", tuple(shards), tuple(shards), ("gather",) * len(flat))
+    expected = np.concatenate([zigzag_areas(of_rank, ways) for of_rank in lengths])
+    assert plan.area.tolist() == expected.tolist() and {*plan.linear_tokens.tolist()} == {size // ways}
+    begins = np.concatenate([np.cumsum([0, *of_rank])[:-1] + at * size for at, of_rank in enumerate(lengths)])
+    for rank in range(3 * ways):
+        row, way = divmod(rank, ways)
+        held = [np.arange(*(begins[one.sequence] + [one.start, one.stop])) for one in shards if one.rank == rank]
+        pieces = row * size + np.arange(size).reshape(2 * ways, -1)[[way, 2 * ways - 1 - way]]
+        assert np.concatenate(held).tolist() == pieces.ravel().tolist()
+    with pytest.raises(ValueError, match=f"7 packed tokens do not cut into {2 * ways} pieces"):
+        zigzag_of_rows(((7,),), ways)
 
 
 def test_a_balanced_layout_stays_as_it_is():
