@@ -128,7 +128,7 @@ def step_cost(
     plan: of the batch.
     cluster: of at least the plan's ranks.
     shape: the model.
-    routed: whether traffic that leaves a node is spread over all NICs of the node; None for the quicker way.
+    routed: whether traffic that leaves a node is spread over all NICs of the node; None where `routing_pays`.
     remapped: whether linear layers use the plan's linear layout; otherwise they use the layout of attention.
     gradient_width: bytes of a key's gradient over those of a key; None for what our engine sends. 1 is bf16, as most
         other systems send.
@@ -167,6 +167,12 @@ def _layers_cost(
     latents = shape.latent is not None and plan.sees_all
     moved = plan_links(plan, cluster, in_step=True)
     sent_bytes = token_bytes(shape) if latents else kv_bytes(shape)
+    numbers = (shape.heads + shape.kv_heads) * (shape.head_size + shape.value_size)  # q, k, v to attention; output back
+    if routed is None and cluster.nodes > 1:
+        pair = pair_flops(shape.heads, shape.head_size, shape.value_size)
+        sent = {"kv_bytes": sent_bytes, "remap_bytes": numbers * _BYTES}
+        if not routing_pays(plan, cluster, **sent, flops_of_pair=pair, moved=moved):  # as the engine decides
+            routed = False
     forward, backward = kv_seconds(moved, plan.exchange, sent_bytes, cluster, routed, gradient_width)
     least = turn_tokens(cluster, sent_bytes)
     asked = what_is_asked(plan, cluster, moved, least)
@@ -178,8 +184,6 @@ def _layers_cost(
     exposed = _exposed(plan, exchange, forward_compute, backward_compute)
     remap = 0.0
     if plan.remapped:
-        head_elements = shape.head_size + shape.value_size
-        numbers = (shape.heads + shape.kv_heads) * head_elements  # q, k and v to attention; its output back
         remap = traffic_seconds(remap_traffic(plan), numbers * _BYTES, cluster, routed)  # backward takes as long
     return StepCost(
         attention=layers * (attention + projection),
@@ -307,7 +311,13 @@ def kv_seconds(
 
 
 def routing_pays(
-    plan: SequencePlan, cluster: Cluster, *, kv_bytes: int, remap_bytes: int, flops_of_pair: float
+    plan: SequencePlan,
+    cluster: Cluster,
+    *,
+    kv_bytes: int,
+    remap_bytes: int,
+    flops_of_pair: float,
+    moved: LinkTokens | None = None,
 ) -> bool:
     """Whether routing, to spread traffic between nodes over all NICs, saves enough of attention's time.
 
@@ -316,8 +326,9 @@ def routing_pays(
     kv_bytes: bytes of one token's keys and values in one layer.
     remap_bytes: bytes of one token that are remapped to attention and back.
     flops_of_pair: `pair_flops` of the layer.
+    moved: tokens on links in forward, if they are known.
     """
-    moved = plan_links(plan, cluster, in_step=True)
+    moved = plan_links(plan, cluster, in_step=True) if moved is None else moved
     forward, backward = _long_seconds(float(tile_area(plan).max(initial=0.0)), cluster, flops_of_pair)
     waits = []
     for routed in (False, True):
