@@ -8,6 +8,7 @@ import pytest
 
 from balancing.settings import SettingError
 from balancing.trials import ClockGain, LeftOut, TrialConfig, Trials, TrialSchedule, Verdict, median_gain, product
+from benchmarks.trials import CASES, RANKS, Work
 
 
 class Job:
@@ -196,6 +197,19 @@ def test_the_interval_is_that_of_the_sign_test():
     found = [median_gain(np.exp(np.clip(random.standard_cauchy(9), -99, 99))) for _ in range(2000)]
     missed = sum(not gain.low <= 1 <= gain.high for gain in found)
     assert missed / 2000 < 0.05
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.what for case in CASES])
+def test_the_bad_cases_of_the_benchmark(case):
+    """Decided as they should be, with the seconds that its ranks wait."""
+    ranks = [Work(case, rank) for rank in range(RANKS)]
+    trials, left_out = Trials(TrialSchedule([*case.expected], TrialConfig(), steps=case.steps)), frozenset()
+    for iteration in range(case.steps):
+        left_out = trials.left_out(iteration)
+        trials.add(iteration, max(rank.of(iteration, left_out) for rank in ranks))
+        if trials.ends_round(iteration):
+            trials.decide(iteration)
+    assert {name: name not in left_out for name in case.expected} == case.expected
 
 
 def test_lines_for_the_user():
