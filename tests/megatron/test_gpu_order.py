@@ -42,7 +42,7 @@ def _connected_late(log: list[Operation]) -> list[Operation]:
         files = [file for file, _ in operation.where]
         trains |= any(part in files[0] for part in _OF_STEPS)
         released |= any(file.endswith("trainer/release.py") for file in files)
-        connects = files[0].endswith("balancing/messages.py")
+        connects = files[0].endswith("balancing/messages.py") and operation.kind != "all_to_all_single"
         meets = {(operation.comm, message.peer) for message in operation.messages} or {(operation.comm, None)}
         is_ours = any(part in files[0] for part in _OURS) and not operation.on_host
         if is_ours and (trains and not released if connects else meets - known):
