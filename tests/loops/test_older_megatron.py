@@ -52,7 +52,8 @@ def test_a_plain_loop_balances_and_changes_no_number(tmp_path):
         np.testing.assert_allclose(losses, expected, rtol=1e-12)
         assert layout != at_first and not nothing
         for balancer, size in events:
-            moved[balancer] += size
+            if balancer != "cluster":  # what calls took
+                moved[balancer] += size
     assert any(losses for _, losses, *_ in plain) and all(moved.values()), moved
 
 
