@@ -19,7 +19,7 @@ from balancing.layers import StagePlan
 from balancing.layers.config import LayerConfig
 from balancing.layers.plan import check_movable
 from balancing.layers.repack import check_repack
-from megatron.balanced.layers.events import decision_event
+from megatron.balanced.layers.events import decision_event, release_event
 from megatron.balanced.layers.move_groups import MoveGroups
 from megatron.balanced.layers.mover import LayerMover, Moved
 from megatron.balanced.layers.planning import Choice, LayerPlanner, usable_memory
@@ -238,8 +238,12 @@ class LayerBalancer(StepCallback):
             self._planner.restart()
             if not dist.get_rank():
                 cost = costs.cost if (costs := self._planner.costs).iterations else None
-                shown = self._source.text
-                self._note(self._repacker.event(self.iteration, before, plan, cost, moved, shown))
+                freed = dist.get_world_size() // plan.stages * (before.stages - plan.stages)
+                print_once(
+                    f"> the pipeline has {plan.stages} instead of {before.stages} stages; {freed} ranks left the job"
+                )
+                reason, shown = self._repacker.reason, self._source.text
+                self._note(release_event(self.iteration, reason, before, plan, cost, moved, freed, shown))
         return moved
 
     def _report_decision(self, choice: Choice, before: StagePlan, moved: Moved | None) -> None:

@@ -1,15 +1,15 @@
-"""Events of the report about decisions to move layers."""
+"""Events of the report about decisions to move layers, and about a pipeline that got shorter."""
 
 from collections.abc import Callable
 from typing import Any
 
-from balancing.layers import StagePlan
+from balancing.layers import LayerSeconds, StagePlan
 from balancing.layers.config import LayerConfig
 from balancing.report import event, imbalance
 from megatron.balanced.layers.mover import Moved
 from megatron.balanced.layers.planning import Choice
 
-__all__ = ["decision_event"]
+__all__ = ["decision_event", "release_event"]
 
 
 def decision_event(
@@ -52,4 +52,44 @@ def decision_event(
         predicted_step_after=choice.predicted[1],
         **took,
         **memory,
+    )
+
+
+def release_event(
+    iteration: int,
+    reason: str,
+    before: StagePlan,
+    plan: StagePlan,
+    cost: LayerSeconds | None,
+    moved: Moved,
+    ranks_freed: int,
+    shown: Callable[[StagePlan], str],
+) -> dict[str, Any]:
+    """The event of a pipeline that got shorter.
+
+    iteration: from 0, the one that follows.
+    before, plan: the plans before and after.
+    cost: of the layers; None if nothing was measured yet. Stages then count as equal.
+    moved: bytes and times of the move.
+    shown: plan -> its string in Megatron-LM's format.
+    """
+    loads = [[1.0] if cost is None else cost.stage_loads(either) for either in (before, plan)]
+    return event(
+        iteration + 1,
+        "layers",
+        "stage",
+        imbalance_before=imbalance(loads[0]),
+        imbalance_after=imbalance(loads[1]),
+        plan_ms=0.0,
+        apply_ms=moved.move_ms + moved.rebuild_ms,
+        moved_bytes=moved.moved_bytes,
+        action="release",
+        reason=reason,
+        layout_before=shown(before),
+        layout_after=shown(plan),
+        stages_left=plan.stages,
+        move_ms=moved.move_ms,
+        rebuild_ms=moved.rebuild_ms,
+        peak_bytes=moved.peak_bytes,
+        ranks_freed=ranks_freed,
     )

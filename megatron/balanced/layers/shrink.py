@@ -8,7 +8,7 @@ losses on the last stage until it logs them, so the pipeline gets shorter right 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -19,14 +19,9 @@ from balancing.launch import detect_launch
 from balancing.layers import LayerSeconds, Release, StagePlan, choose_repack, release_of, repack_options
 from balancing.layers.config import LayerConfig
 from balancing.layers.from_report import RecordedRun, estimate_memory
-from balancing.report import event, imbalance
 from megatron.balanced.layers.move_groups import MoveGroups
 from megatron.balanced.shared.callbacks import Callbacks
-from megatron.balanced.shared.log import print_once
 from megatron.balanced.shared.num_microbatches import get_num_microbatches
-
-if TYPE_CHECKING:
-    from megatron.balanced.layers.mover import Moved
 
 __all__ = ["Departure", "Repacker", "Shrinking"]
 
@@ -135,43 +130,3 @@ class Repacker:
         if self._config.repack_memory_limit is not None:
             return self._config.repack_memory_limit * 1e9
         return usable if usable < np.inf else None
-
-    def event(
-        self,
-        iteration: int,
-        before: StagePlan,
-        plan: StagePlan,
-        cost: LayerSeconds | None,
-        moved: "Moved",
-        shown: Callable[[StagePlan], str],
-    ) -> dict[str, Any]:
-        """The event of a pipeline that got shorter, for the report. Rank 0 prints it.
-
-        iteration: from 0, the one that follows.
-        before, plan: the plans before and after.
-        cost: of the layers; None if nothing was measured yet. Stages then count as equal.
-        moved: bytes and times of the move.
-        shown: plan -> its string in Megatron-LM's format.
-        """
-        freed = dist.get_world_size() // plan.stages * (before.stages - plan.stages)
-        print_once(f"> the pipeline has {plan.stages} instead of {before.stages} stages; {freed} ranks left the job")
-        loads = [[1.0] if cost is None else cost.stage_loads(either) for either in (before, plan)]
-        return event(
-            iteration + 1,
-            "layers",
-            "stage",
-            imbalance_before=imbalance(loads[0]),
-            imbalance_after=imbalance(loads[1]),
-            plan_ms=0.0,
-            apply_ms=moved.move_ms + moved.rebuild_ms,
-            moved_bytes=moved.moved_bytes,
-            action="release",
-            reason=self.reason,
-            layout_before=shown(before),
-            layout_after=shown(plan),
-            stages_left=plan.stages,
-            move_ms=moved.move_ms,
-            rebuild_ms=moved.rebuild_ms,
-            peak_bytes=moved.peak_bytes,
-            ranks_freed=freed,
-        )

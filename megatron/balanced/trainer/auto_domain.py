@@ -49,12 +49,14 @@ def _settled(args: argparse.Namespace, config: BalanceConfig) -> tuple[str, str]
 
     from megatron.balanced.sequences.shape import attention_shape
     from megatron.balanced.shared.process_groups import cluster_of
-    from megatron.balanced.trainer.dry_run import groups_along
+    from megatron.balanced.trainer.dry_run import assumes_gpus, groups_along
     from megatron.balanced.trainer.kernels import with_planned_kernel
 
     machine = cluster_from_flags(config, args.world_size)
     context, data = (
-        with_planned_kernel(cluster_of(groups_along(args, axes)[0], machine), config.sequences)
+        with_planned_kernel(
+            cluster_of(groups_along(args, axes)[0], machine), config.sequences, assumes_gpus=assumes_gpus()
+        )
         for axes in ("cp", "dp-cp")
     )
     expert_ranks = args.expert_model_parallel_size * (args.expert_tensor_parallel_size or 1) if args.num_experts else 1

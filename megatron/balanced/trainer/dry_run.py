@@ -211,7 +211,7 @@ def _gain_lines(args: argparse.Namespace, config: BalanceConfig, frozen: int | N
     cluster = cluster_from_flags(config, args.world_size)
     if cluster is None:
         return ["gain   not forecast without --cluster, which says how fast the machine is"]
-    cluster = with_planned_kernel(cluster, config.sequences)
+    cluster = with_planned_kernel(cluster, config.sequences, assumes_gpus=assumes_gpus())
     if frozen is None:
         return ["gain   not forecast: the model changes while it trains; --balance-report measures the gain"]
     layers = config.layers

@@ -10,7 +10,6 @@ from balancing.sequences.config import SequenceConfig
 from balancing.sequences.engine import merging
 from balancing.sequences.engine.kernel_choice import kernels_of_gpu, planned_kernels
 from megatron.balanced.cpu.device import is_cpu
-from megatron.balanced.trainer.dry_run import assumes_gpus
 
 __all__ = ["kernels_line", "with_planned_kernel"]
 
@@ -31,11 +30,14 @@ def kernels_line(args: argparse.Namespace) -> str:
     return f"kernels: attention: {attention}{experts}"
 
 
-def with_planned_kernel(cluster: Cluster, sequences: SequenceConfig) -> Cluster:
+def with_planned_kernel(cluster: Cluster, sequences: SequenceConfig, *, assumes_gpus: bool) -> Cluster:
     """The cluster with attention as the kernel computes it that `sequences` will choose, for plans before the choice:
-    the fastest of those that it names and that are installed on this rank."""
+    the fastest of those that it names and that are installed on this rank.
+
+    assumes_gpus: whether this is a dry run for GPUs that the machine does not have.
+    """
     there = _ASSUMED
-    if not assumes_gpus():
+    if not assumes_gpus:
         if is_cpu():  # whose only kernel has no rates in a preset
             return cluster
         there = tuple(name for name, *_ in kernels_of_gpu(torch.device("cuda", torch.cuda.current_device())))
