@@ -55,7 +55,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
             if method in ("optimal, gate", "chunks"):
                 axes.annotate(f"{value:.2f}", (x, max(value, 1)), ha="center", va="bottom", fontsize=7.5)
     axes.axhline(1, color="#333333", linewidth=0.8)
-    axes.margins(y=0.1)
+    axes.set_ylim(0.99, max(found.values()) + 0.05)
     axes.set_xticks(range(len(cases)), [case.replace(" ", "\n", 1) for case in cases])
     axes.set_ylabel("throughput over\nequal numbers of layers")
     axes.spines[["top", "right"]].set_visible(False)

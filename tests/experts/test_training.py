@@ -164,6 +164,46 @@ def test_parts_of_transfers_are_posted_when_compute_begins(pool):
         assert begins["acquire"] > passes / 2, "hardly anything was replicated, so nothing was tested"
 
 
+def _backward_order(argv: list[str]) -> list[list[str]]:
+    """Train this rank. Returns what happens in each backward pass through experts, in order: "return" when gradients of
+    replicas set out, "home" when a home expert has a gradient."""
+    from balancing.experts.engine.slots import ReplicaSlots
+    from megatron.balanced.experts.replicated import ReplicatedSequentialMLP
+
+    prepare, accumulate, end = ReplicatedSequentialMLP.prepare, ReplicaSlots.accumulate_gradients, ReplicaSlots.end_pass
+    passes: list[list[str]] = [[]]
+
+    def watch(experts: ReplicatedSequentialMLP) -> None:
+        prepare(experts)
+        for weight in experts.local_experts.parameters():
+            weight.register_hook(lambda gradient: passes[-1].append("home"))
+
+    def accumulate_gradients(slots: ReplicaSlots, number: int) -> None:
+        passes[-1].append("return")
+        accumulate(slots, number)
+
+    def end_pass(slots: ReplicaSlots, number: int) -> None:
+        end(slots, number)
+        passes.append([])
+
+    ReplicatedSequentialMLP.prepare = watch
+    ReplicaSlots.accumulate_gradients, ReplicaSlots.end_pass = accumulate_gradients, end_pass
+    train_rank(argv, False)
+    return passes[:-1]
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_gradients_of_replicas_return_while_home_experts_compute_theirs(pool, slots):
+    """Also on ranks that hold no replica of a layer: they receive at the point where others send."""
+    argv = [*BASE, *"--expert-model-parallel-size 4 --global-batch-size 8 --balance-experts".split()]
+    argv += settings("experts", replica_slots=slots).split()
+    for passes in pool.run(4, _backward_order, argv):
+        replicated = [events for events in passes if "return" in events]
+        assert len(replicated) > len(passes) / 2, "hardly anything was replicated, so nothing was tested"
+        assert all(events[0] == "return" and events.count("return") == 1 for events in replicated)
+        assert all("home" in events for events in passes)
+
+
 def _first_gathers(argv: list[str]) -> list[list[bool]]:
     """Train this rank. For each step: whether the parameters of each gather that starts before the forward pass are of
     experts, in the order of starts."""

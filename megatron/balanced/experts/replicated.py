@@ -93,10 +93,11 @@ class ReplicatedExperts(torch.nn.Module):
     ends_after_backward_dw: whether `backward_dw` ends a backward pass, after the gradients of inputs have been passed
         on (`--delay-wgrad-compute`).
     when_computed: calls its argument when the weight gradients of a backward pass have been computed.
-    waits_within: whether the weights of replicas are waited for after the home experts have run.
+    runs_one_by_one: whether replicas run after the home experts. Then the home experts run while the weights of
+        replicas arrive, and compute their gradients while those of replicas return.
     """
 
-    waits_within = False
+    runs_one_by_one = False
     config: Any
     num_local_experts: int
     slots: ReplicaSlots | None = None  # set when the model is complete; None: no replicas
@@ -134,11 +135,11 @@ class ReplicatedExperts(torch.nn.Module):
         if not slots.is_used(position):
             return super().forward(hidden, tokens_per_expert, permuted_probs, *buffers)
         experts = self.with_slots(slots)
-        if experts is self or not self.waits_within:
+        if experts is self or not self.runs_one_by_one:
             slots.acquire(position, forward=True)
         counts = tokens_per_expert[: experts.num_local_experts]  # the slots behind are empty
         output, bias = experts.run(hidden, counts, permuted_probs, *buffers)
-        return on_backward(output, lambda: slots.acquire(position, forward=False)), bias
+        return on_backward(output, lambda: self._begin_pass(slots, holds_none=experts is self)), bias
 
     def run(self, *inputs: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run the experts of this module, as Megatron-LM does."""
@@ -175,8 +176,23 @@ class ReplicatedExperts(torch.nn.Module):
         """Compute the weight gradients that the backward pass has left out."""
         raise NotImplementedError
 
+    def _begin_pass(self, slots: ReplicaSlots, holds_none: bool) -> None:
+        """A backward pass comes to the experts. holds_none: whether this rank holds no replica of the layer."""
+        slots.acquire(self.position, forward=False)
+        if holds_none and self._returns_early:
+            self.return_gradients(slots)  # those of other ranks' replicas, at the point where these send them
+
+    @property
+    def _returns_early(self) -> bool:
+        """Whether gradients of replicas return before the home experts compute theirs."""
+        return self.runs_one_by_one and not self.ends_after_backward_dw
+
+    def return_gradients(self, slots: ReplicaSlots) -> None:
+        """The gradients of replicas are there, or will be when those that the backward pass has left out are."""
+        self.when_computed(lambda: slots.accumulate_gradients(self.position))
+
     def _end_pass(self, slots: ReplicaSlots) -> None:
-        if slots.is_used(self.position):
+        if slots.is_used(self.position) and not self._returns_early:
             slots.accumulate_gradients(self.position)
         slots.end_pass(self.position)
 
@@ -185,7 +201,7 @@ class ReplicatedSequentialMLP(ReplicatedExperts, SequentialMLP):
     """Megatron's sequential experts, followed by the replicas in the slots: a slot runs a home expert's module on the
     replica's weights."""
 
-    waits_within = True
+    runs_one_by_one = True
 
     def prepare(self) -> None:
         super().prepare()
@@ -206,9 +222,13 @@ class ReplicatedSequentialMLP(ReplicatedExperts, SequentialMLP):
         replicas = [_with_weights(homes[0], iter(leaves)) for leaves in slots.leaves(position)[:number]]
         run = replicas[0].forward
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def forward(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             slots.acquire(position, forward=True)
-            return run(*args, **kwargs)
+            if self._returns_early:
+                # A backward pass comes to the first replica after the others, and before the home experts. A hook on
+                # `hidden`, which was split off from the tokens of all, would wait for all.
+                hidden = _OnBackward.apply(hidden, lambda: self.return_gradients(slots))
+            return run(hidden, *args, **kwargs)
 
         replicas[0] = _twin(replicas[0], forward=forward)
         experts = {str(place): expert for place, expert in enumerate([*homes, *replicas])}
