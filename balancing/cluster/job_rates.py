@@ -55,9 +55,12 @@ class Calls:
     work: Sequence[Work]
     seconds: Sequence[float]
 
-    def line(self) -> dict[str, Any]:
+    def line(self, machine: Cluster | None = None) -> dict[str, Any]:
         """What a line of the log tells: at most eight calls from the least to the most work, those of equal work as one
-        with their median."""
+        with their median; and how many times as long all calls took as the rates of `machine` say, if it has any.
+
+        machine: what planners had.
+        """
         by_work: dict[Work, list[float]] = {}
         for work, seconds in zip(self.work, self.seconds, strict=True):
             by_work.setdefault(work, []).append(seconds)
@@ -65,7 +68,17 @@ class Calls:
         if len(chosen) > _KEPT:
             chosen = [chosen[at] for at in np.linspace(0, len(chosen) - 1, _KEPT).round().astype(int)]
         calls = [[*work, float(np.median(by_work[work])), len(by_work[work])] for work in chosen]
-        return {"kind": self.kind, "way": self.way, "flops": self.flops, "calls": calls}
+        line = {"kind": self.kind, "way": self.way, "flops": self.flops, "calls": calls}
+        if machine is not None and machine.rates is not None:
+            line["times"] = sum(self.seconds) / self._planned_seconds(machine, machine.rates)
+        return line
+
+    def _planned_seconds(self, machine: Cluster, rates: Rates) -> float:
+        """Seconds of all calls by the rates that planners had."""
+        is_products = self.kind == "experts"
+        curve = rates.grouped if is_products else _attention_before(machine, self.kind, self.way)
+        flops = self.flops * (_BACKWARD if self.way == "backward" and not is_products else 1.0)
+        return float(np.sum(_seconds(curve, np.array(self.work))) * flops)
 
 
 def measured_cluster(base: Cluster, lines: Iterable[Mapping[str, Any]]) -> tuple[Cluster, str] | None:

@@ -84,6 +84,7 @@ balancer "cluster", unit "call", action "measured": calls of one kind in a step 
     flops               of a query-key pair, or of a row, forward
     calls               [call][number]: pairs and queries in whole tiles and pieces, or rows and groups; device seconds;
                         how many calls took as much, of which these seconds are the median
+    times               how many times as long all calls took as the rates say that planners had, if they had any
 
 balancer "training", unit "loss", action "no loss": no token of any rank counted for the loss of this step
 """

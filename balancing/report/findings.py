@@ -36,8 +36,12 @@ _MADE_OF = {
     "layers": "it is of the measured seconds of layers, and none of the cluster's entries are in it; messages between "
     "stages, gradients and the optimizer are left out",
     "sequences": "it is of the cluster's compute (flops, and rates of the kernel of attention); transfers and the host "
-    "are left out, so which entry is wrong cannot be told",
+    "are left out",
+    "experts": "it is of the measured seconds of experts; transfers of replicas, exchanges of tokens and the host are "
+    "left out",
 }
+
+_RIGHT = 1.1  # rates are right if calls take at most so many times as long as they say, or as much less
 
 _BALANCED = {
     "stages": "pipeline stages balanced (layers)",
@@ -250,6 +254,8 @@ def answers(summary: Summary) -> list[Answer]:
         if forecast := ", ".join(f"{name} {ratio(gain)}" for name, gain in summary.forecast.items()):
             gained += f". Forecast: {forecast}"
         found.insert(0, Answer("by the clock", f"Balancing gained: {gained}.{_wrong_forecasts(summary)}"))
+    if wrong := _wrong_rates(summary):
+        found.append(Answer("rates", wrong))
     slow = [
         culprit(summary)
         for balanced, culprit in (
@@ -282,6 +288,18 @@ def _wrong_forecasts(summary: Summary) -> str:
         for name, forecast in summary.forecast.items()
         if (gain := summary.by_the_clock[name]) and not gain.low <= forecast <= gain.high
     )
+
+
+def _wrong_rates(summary: Summary) -> str:
+    """The rates of the cluster that planners had and calls do not reach, or exceed; "" if there are none."""
+    wrong = ", ".join(
+        f"{'experts' if kind == 'experts' else f'attention by {kind}'} {way} {ratio(times)}"
+        for (kind, way), times in sorted(summary.times.items())
+        if not 1 / _RIGHT <= times <= _RIGHT
+    )
+    if not wrong:
+        return ""
+    return f"Calls took another time than planners' rates say: {wrong}. --cluster DIR plans with those of this report."
 
 
 def _flags(summary: Summary) -> str:

@@ -13,6 +13,7 @@ Step times before and after layers moved are measured in different iterations.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,7 @@ from balancing.report.history import STEPS, History
 
 __all__ = [
     "Gain", "Move", "dealt_steps", "gains", "last_move", "ordered_attention", "over_the_run", "predicted_of_moves",
-    "tokens_served",
+    "predicted_of_replicas", "tokens_served",
 ]  # fmt: skip
 
 _WHAT = {
@@ -178,6 +179,32 @@ def predicted_of_moves(history: History) -> float | None:
     pairs = [[line.get(name) for name in names] for line in _moves(history)]
     known = [(before, after) for before, after in pairs if isinstance(before, float) and isinstance(after, float)]
     return math.prod(before / after for before, after in known if after > 0) if known else None
+
+
+def predicted_of_replicas(history: History, counted: Iterable[int]) -> float | None:
+    """Seconds of a step in which the slowest rank of each MoE layer has its tokens without replicas, over those of a
+    step as it was: by the measured seconds of a row in the experts, forward, and twice as much backward. Stages wait
+    for the one that has more to compute.
+
+    The median over the iterations `counted` that trials did not run without replicas. None if the run did not record
+    what this takes.
+    """
+    if not history.row_seconds:
+        return None
+    second, lines = float(np.median(history.row_seconds)), dict[int, list[dict[str, Any]]]()
+    for line in _actions(history, "experts", "layer"):
+        lines.setdefault(line["iteration"], []).append(line)
+    found = []
+    for iteration in {*counted} & lines.keys() & history.stages.keys():
+        layers, saved = history.layers.get(iteration), defaultdict[int, float](float)
+        stage = {} if layers is None else dict(zip(layers["layers"], layers["stage"].tolist(), strict=True))
+        for line in lines[iteration]:
+            if "tokens_per_rank" in line:
+                rows = line["tokens_per_rank"].mean() * (line["imbalance_before"] - line["imbalance_after"])
+                saved[stage.get(line["layer"], 0)] += 3 * second * float(rows)
+        step = history.stages[iteration]["step_s"]
+        found.append((step + max(saved.values(), default=0.0)) / step)
+    return float(np.median(found)) if found else None
 
 
 def last_move(history: History, counted: Iterable[int]) -> Move | None:

@@ -116,6 +116,9 @@ class History:
     actions      every line whose action is not "observe", "trial" or "measured", in the order of the file
     by_the_clock balancer, or "together" -> what it gained in all trials so far (`balancing.trials`)
     pairs        balancer, or "together" -> the pairs of steps in these trials
+    times        (what was measured, "forward" or "backward") -> how many times as long its calls took as by the
+                 rates that planners had, by line
+    row_seconds  seconds of a row in a rank's experts, forward, by line
     timelines    the iterations of the trace, oldest first
     no_timeline  why there is no timeline; "" if there is one
     damage       lines that could not be used
@@ -128,6 +131,8 @@ class History:
     experts: dict[int, dict[int, dict[str, Any]]] = field(default_factory=dict)
     actions: list[dict[str, Any]] = field(default_factory=list)
     by_the_clock: dict[str, ClockGain] = field(default_factory=dict)
+    times: dict[tuple[str, str], list[float]] = field(default_factory=dict)
+    row_seconds: list[float] = field(default_factory=list)
     pairs: dict[str, list[Pair]] = field(default_factory=dict)
     timelines: list[TraceIteration] = field(default_factory=list)
     no_timeline: str = ""
@@ -175,7 +180,8 @@ class History:
                 self.pairs.setdefault(str(line["balancer"]), []).extend(pairs)
             self.by_the_clock[str(line["balancer"])] = ClockGain(ratio, low, high, _number(line, "pairs"))
             return
-        if line["action"] == MEASURED:  # see `measured_lines`
+        if line["action"] == MEASURED:  # for planners, `measured_lines` reads them
+            self._keep_measured(line)
             return
         if not observed:
             for name in _OF_ACTIONS:
@@ -209,6 +215,18 @@ class History:
                 self.sequences[iteration] = line
             case "experts", "rank":
                 self.experts.setdefault(iteration, {})[line["layer"]] = line
+
+    def _keep_measured(self, line: dict[str, Any]) -> None:
+        kind = str(line["kind"]), str(line["way"])
+        if "times" in line:
+            _number(line, "times")
+            self.times.setdefault(kind, []).append(line["times"])
+        if kind == ("experts", "forward"):
+            calls = np.array(line["calls"], dtype=float)
+            if calls.ndim != 2 or calls.shape[1] != 4 or not (np.isfinite(calls) & (calls > 0)).all():
+                raise ValueError("calls of experts are not rows, groups, seconds and a number, all above 0")
+            rows, _, seconds, number = calls.T
+            self.row_seconds.append(float((seconds * number).sum() / (rows * number).sum()))
 
 
 def _number(line: dict[str, Any], name: str) -> int:

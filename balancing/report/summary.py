@@ -22,6 +22,7 @@ from balancing.report.gains import (
     last_move,
     ordered_attention,
     predicted_of_moves,
+    predicted_of_replicas,
     tokens_served,
 )
 from balancing.report.history import MEMORY, Damage, History
@@ -174,8 +175,10 @@ class Summary:
     dealt           modelled seconds of a step over those of a step of equal micro-batches: (as drawn, as run); None if
                     documents were not distributed over micro-batches
     by_the_clock    balancer, or "together" -> what it gained in trials
-    forecast        balancer -> the same by the model that it planned with, as far as it said so: layers, for all moves
-                    together, and documents that were distributed over micro-batches
+    forecast        balancer -> the same by a model: of layers, for all moves together; of documents that were
+                    distributed over micro-batches; of replicas, by the measured seconds of experts
+    times           (what was measured, "forward" or "backward") -> how many times as long its calls took as by
+                    the rates that planners had, the median
     attention_before, attention_after    [context-parallel rank], attention area of a micro-batch over its mean, from
                     the fullest rank to the emptiest, without and with balancing; None if sequences were not balanced
     """
@@ -210,6 +213,7 @@ class Summary:
     actions: dict[str, BalancerActions] = field(default_factory=dict)
     by_the_clock: dict[str, ClockGain] = field(default_factory=dict)
     forecast: dict[str, float] = field(default_factory=dict)
+    times: dict[tuple[str, str], float] = field(default_factory=dict)
 
 
 def summarize(history: History) -> Summary:
@@ -244,6 +248,9 @@ def summarize(history: History) -> Summary:
         summary.forecast["sequences"] = summary.dealt[0] / summary.dealt[1]
     if "layers" in history.by_the_clock and (moves := predicted_of_moves(history)) is not None:
         summary.forecast["layers"] = moves
+    if "experts" in history.by_the_clock and (replicas := predicted_of_replicas(history, counted)) is not None:
+        summary.forecast["experts"] = replicas
+    summary.times = {kind: float(np.median(times)) for kind, times in history.times.items()}
     for line in history.actions:
         _act(summary.actions.setdefault(str(line["balancer"]), BalancerActions()), line)
     return summary

@@ -176,6 +176,41 @@ def test_pairs_of_steps_are_drawn_beside_their_gain_and_the_forecast(history):
     assert "Forecast: layers 1.20x. The forecast of layers was too high: it is of the measured seconds" in first.text
 
 
+def _tell_calls(history, kind, way, times, calls):
+    """Add a line on measured calls as it is in the log."""
+    line = event(5, "cluster", "call", imbalance_before=1.0, action="measured")
+    history.keep(line | {"kind": kind, "way": way, "flops": 1e8, "calls": calls, "times": times})
+
+
+def test_the_gain_of_replicas_is_forecast_from_the_seconds_of_a_row(history):
+    """Layer 3 is on stage 0: of 500 tokens its busiest rank would have 0.6 times as many more."""
+    history = copy.deepcopy(history)
+    _tell_trials(history, "experts", [1.1] * 6, 1.1)
+    assert summarize(history).forecast == {}, "no call of experts was measured"
+    _tell_calls(history, "experts", "forward", 1.0, [[100, 4, 0.1, 1], [300, 4, 0.3, 2]])
+    summary = summarize(history)
+    assert summary.forecast["experts"] == pytest.approx(1 + 3 * 1e-3 * 500 * 0.6 / summary.step_seconds, rel=1e-3)
+    assert (
+        "Forecast: experts" in answers(summary)[0].text
+        and "The forecast of experts was too" in answers(summary)[0].text
+    )
+
+
+def test_rates_that_calls_do_not_keep_are_named(history):
+    history = copy.deepcopy(history)
+    _tell_calls(history, "cudnn", "forward", 1.05, [])
+    assert "rates" not in [answer.about for answer in answers(summarize(history))], "within a tenth"
+    for times in (1.4, 1.5, 9.0):
+        _tell_calls(history, "cudnn", "backward", times, [])
+    _tell_calls(history, "experts", "forward", 0.5, [[100, 4, 0.1, 1]])
+    (told,) = (answer for answer in answers(summarize(history)) if answer.about == "rates")
+    assert "say: attention by cudnn backward 1.50x, experts forward 0.50x." in told.text
+    for wrong in ({"times": -1.0}, {"times": float("nan")}, {"calls": [[1, 2, 3]]}, {"calls": [[1, 2, 0, 1]]}):
+        line = event(5, "cluster", "call", imbalance_before=1.0, action="measured", kind="experts", way="forward")
+        with pytest.raises((TypeError, ValueError)):
+            history.keep(line | {"calls": [[100, 4, 0.1, 1]]} | wrong)
+
+
 def test_page_shows_before_and_after(history):
     text = page(history, summarize(history))
     assert text.count('<div class="gain">') == 4, "three balancers and the step"

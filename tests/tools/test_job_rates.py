@@ -9,7 +9,7 @@ import pytest
 from balancing.cluster import Cluster
 from balancing.cluster.job_rates import ENOUGH, Calls, measured_cluster
 from balancing.cluster.presets import H100
-from balancing.cluster.rates import AttentionCurve, ProductCurve
+from balancing.cluster.rates import AttentionCurve, ProductCurve, attention_curve
 
 FLOPS = 2.0 * 32 * 256  # of a pair
 SHEET, H100S = Cluster.sheet("h200-8x400g"), Cluster.preset("h100-8x400g")
@@ -79,6 +79,19 @@ def test_a_new_kernel_is_planned_with(tmp_path):
     assert cluster.rates.kernel == "fa4" and set(dict(cluster.rates.attention)) == {"fa2", "cudnn", "fa3", "fa4"}
     cluster.to_json(tmp_path / "cluster.json")
     assert Cluster.from_json(tmp_path / "cluster.json") == cluster
+
+
+def test_a_line_tells_how_wrong_the_rates_were():
+    fa2 = dict(H100S.rates.attention)["fa2"]
+    curves = {"forward": attention_curve(fa2.forward), "backward": attention_curve(fa2.backward)}
+    for way, flops in (("forward", FLOPS), ("backward", 2.5 * FLOPS)):
+        seconds = [2 * curves[way].seconds(*call, flops) for call in WORK]
+        calls = Calls("fa2", way, FLOPS, WORK, seconds)
+        assert calls.line(H100S)["times"] == pytest.approx(2)
+        assert "times" not in calls.line() and "times" not in calls.line(SHEET)
+    rows = [(100.0, 4.0), (300.0, 8.0)]
+    half = [H100S.rates.grouped.seconds(*each, 1e8) / 2 for each in rows]
+    assert Calls("experts", "forward", 1e8, rows, half).line(H100S)["times"] == pytest.approx(0.5)
 
 
 def test_a_line_is_short():

@@ -17,6 +17,7 @@ from megatron.core import mpu
 from megatron.core.utils import unwrap_model
 
 from balancing.clock import CpuClock, CudaClock
+from balancing.cluster import Cluster
 from balancing.cluster.job_rates import Calls
 from balancing.launch import detect_launch
 from balancing.report import WARM_UP, RankRecord, Span, measured_event
@@ -39,6 +40,7 @@ class Observer(StepCallback):
     measures: whether the layer balancer uses the records.
     splits_rows: whether context-parallel ranks split a packed row as a whole, and not each document by itself.
     own_rates: gives planners what the report has measured.
+    machine: what planners of replicas have; None without one.
 
     The attribute `measured` is (iteration from 0, record of this rank) of the last iteration that the device has
     finished. It is None unless `measures`, and for an iteration that was set aside.
@@ -52,8 +54,10 @@ class Observer(StepCallback):
         measures: bool,
         splits_rows: bool = False,
         own_rates: OwnRates | None = None,
+        machine: Cluster | None = None,
     ) -> None:
         self.measured: tuple[int, RankRecord] | None = None
+        self._machine = machine
         self._writer, self._interval = writer, interval
         self._measures, self._splits_rows, self._own_rates = measures, splits_rows, own_rates
         self._config: Any = None  # of the model
@@ -135,6 +139,9 @@ class Observer(StepCallback):
 
     # The step, and the record of it.
 
+    def use_cluster(self, machine: Cluster) -> None:
+        self._machine = machine
+
     def set_aside(self) -> None:
         """The step that has just begun, or begins next, runs otherwise than the others. It is only for the report."""
         self._aside = True
@@ -188,7 +195,7 @@ class Observer(StepCallback):
         if not timed:
             return None
         told = Calls("experts", "forward", calls[0][0], [each[:2] for each in timed], [each[2] for each in timed])
-        return measured_event(iteration, told.line())
+        return measured_event(iteration, told.line(self._machine))
 
     def abandon_schedule(self) -> None:
         """Drop what was measured of a step that has failed."""

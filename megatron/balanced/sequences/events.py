@@ -105,13 +105,15 @@ class StepRecord:
         return batches
 
 
-def calls_event(iteration: int, kernel: TimedKernel, taken: list[Any], way: str, name: str) -> dict[str, Any] | None:
+def calls_event(
+    iteration: int, kernel: TimedKernel, taken: list[Any], way: str, name: str, cluster: Cluster
+) -> dict[str, Any] | None:
     """The event of a step's calls of the kernel of attention `name`; None if there are none.
 
-    iteration: from 0. taken, way: as in `TimedKernel.told`.
+    iteration: from 0. taken, way: as in `TimedKernel.told`. cluster: that planners have.
     """
     calls = kernel.told(taken, way, name)
-    return None if calls is None else measured_event(iteration, calls.line())
+    return None if calls is None else measured_event(iteration, calls.line(cluster))
 
 
 def step_event(

@@ -222,15 +222,16 @@ def _observer(args: argparse.Namespace, config: BalanceConfig) -> Observer:
             kinds=() if args.hybrid_layer_pattern is None else read_pattern(args.hybrid_layer_pattern).kinds,
             writers=lambda: (get_tensorboard_writer(), get_wandb_writer()),
         )
-    own_rates = None
+    own_rates, machine = None, cluster_from_flags(config, args.world_size)
     if config.cluster == AUTO and config.experts.enabled:
-        own_rates = OwnRates(cluster_from_flags(config, args.world_size), _use_cluster)
+        own_rates = OwnRates(machine, _use_cluster)
     return Observer(
         writer,
         interval=config.report.interval,
         measures=config.layers.enabled,
         splits_rows=is_packed(args) and not args.sft,
         own_rates=own_rates,
+        machine=machine,
     )
 
 
