@@ -137,19 +137,29 @@ class TrialSchedule:
     names: the balancers that a step can leave out.
     config: settings.
     steps: of the run; None if unknown.
-    first: the first iteration of the run, which may go on from a checkpoint.
+    first: the iteration from which rounds are counted: the first one with these balancers.
+    begins: the first iteration of this run, if it goes on with the schedule of an earlier one; its warm-up has no
+        trials.
     seed: of the order of steps in blocks.
 
     Raises ValueError for more than three names: a block of all combinations would be too long.
     """
 
     def __init__(
-        self, names: Sequence[str], config: TrialConfig, *, steps: int | None = None, first: int = 0, seed: int = 0
+        self,
+        names: Sequence[str],
+        config: TrialConfig,
+        *,
+        steps: int | None = None,
+        first: int = 0,
+        begins: int | None = None,
+        seed: int = 0,
     ) -> None:
         if len(names) > 3:
             raise ValueError(f"{len(names)} balancers cannot be tried together ({', '.join(names)}); try at most 3")
         self.names, self._config, self._steps, self._first, self._seed = tuple(names), config, steps, first, seed
         self._warm_up = max(2, config.steps // 10) if config.steps else _WARM_UP
+        self._warm_from = (first if begins is None else begins) + self._warm_up
         self._interval = config.steps or config.interval  # a run of trials has one round
         self._rounds: list[int] = []  # blocks of each round so far
         self._spent = 0  # steps that these rounds may run otherwise than decided
@@ -202,7 +212,7 @@ class TrialSchedule:
         """Bits of the balancers that a trial of `iteration` leaves out; None if it is no trial."""
         number, since = self._place(iteration)
         block, place = divmod(since, self.length)
-        if number < 0 or not 0 <= block < self._blocks(number):
+        if number < 0 or iteration < self._warm_from or not 0 <= block < self._blocks(number):
             return None
         order = np.random.default_rng((self._seed, number, block)).permutation(self.length)
         return int(order[place])

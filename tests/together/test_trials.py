@@ -150,6 +150,17 @@ def test_a_schedule_does_not_depend_on_the_order_of_questions():
     assert pickle.loads(pickle.dumps(asked)).combination(8030) == forward[8030] is not None
 
 
+def test_a_run_that_goes_on_keeps_the_rounds_of_the_earlier_one():
+    """However often a job is started again, it has no more trials; none of them is in the warm-up of a run."""
+    names, config = ["experts"], TrialConfig()
+    whole = TrialSchedule(names, config, steps=3000, first=100)
+    for begins in (100, 125, 135, 150, 1000, 1095, 1130):
+        again = TrialSchedule(names, config, steps=3000, first=100, begins=begins)
+        expected = [whole.combination(i) if i >= begins + 20 else None for i in range(begins, 3000)]
+        assert [again.combination(iteration) for iteration in range(begins, 3000)] == expected
+    assert sum(whole.combination(iteration) is not None for iteration in range(3000)) > 40
+
+
 def test_a_decision_on_what_is_prepared_in_advance_takes_effect_later():
     """Steps that have been prepared by then run as they were prepared."""
     job = Job({"sequences": 0.8}, 1000, delays={"sequences": 3})

@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from tests.support.leave_out import leave_out
 from tests.support.moving import Plans, move_at
 from tests.support.program import parse
 from tests.support.settings import settings
-from tests.support.training import EXACT, MOCK_DATA, MODEL, RankRun, assert_close, train, train_rank, watch
+from tests.support.training import EXACT, MOCK_DATA, MODEL, RankRun, assert_close, join, train, train_rank, watch
 
 EXPERTS = (
     "--swiglu --disable-bias-linear --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 32 "
@@ -49,9 +50,9 @@ def test_trials_change_no_number(pool, tmp_path, flags, mode):
     assert line["pairs"] == 10 and 0 < line["gain_low"] <= line["gain"] <= line["gain_high"]
 
 
-def _with_times(argv: list[str], slower: float) -> tuple[RankRun, str]:
+def _with_times(argv: list[str], slower: float) -> tuple[RankRun | None, str]:
     """Train this rank on a clock by which a step with replicas takes `slower` times as long as one without. Returns
-    what was printed, too."""
+    the run, or None if it stops early, and what was printed."""
     import contextlib
     import io
 
@@ -67,7 +68,8 @@ def _with_times(argv: list[str], slower: float) -> tuple[RankRun, str]:
             return 0.0, end, end
 
     trials.CpuClock = Clock  # type: ignore[misc,assignment]
-    with contextlib.redirect_stdout(io.StringIO()) as said:
+    run = None
+    with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.suppress(SystemExit):
         run = train_rank(argv, True)
     return run, said.getvalue()
 
@@ -82,6 +84,23 @@ def test_only_what_pays_stays_on(pool, tmp_path, slower, stays):
     said = "".join(text for _, text in found)
     assert said.count("> experts off: with it steps take 1.25x (1.25 to 1.25, 10 pairs) the time") == (not stays)
     assert f"> gained, by the clock: experts {1 / slower:.2f}x" in said
+
+
+@pytest.mark.parametrize("saved", [42, 30], ids=["after a decision", "in a round"])
+def test_a_resumed_run_goes_on_with_the_trials(pool, tmp_path, saved):
+    """What was off stays off, and no round begins anew; where a round was cut off, nothing is decided by its rest."""
+    save = f"--save {tmp_path / 'checkpoint'} --save-interval {saved} --ckpt-format torch_dist"
+    argv = [*BASE, "--balance-experts", *TRIALS.split(), *save.split()]
+    pool.run(2, _with_times, [*argv, "--exit-interval", str(saved)], 1.25)
+    again = [*argv, "--load", str(tmp_path / "checkpoint"), "--balance-report", str(tmp_path / "report")]
+    found = pool.run(2, _with_times, again, 1.25)
+    said = "".join(text for _, text in found)
+    assert said.count("> experts off, as trials had decided when the checkpoint was saved") == (saved == 42)
+    assert "gained, by the clock" not in said and "takes 1.25x" not in said
+    used = _used(tmp_path / "report")
+    assert (not used) if saved == 42 else (used.keys() >= {*range(saved + 1, 47)})
+    alone = train(pool, 2, base=BASE, parameters=True)
+    assert_close(join([run for run, _ in found]), replace(alone, losses=alone.losses[saved:]))
 
 
 LEFT_OUT = (2, 3, 6)

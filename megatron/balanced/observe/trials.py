@@ -7,7 +7,7 @@ steps after a move, have ended. So the host waits for the device, and ranks for 
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
 import torch
@@ -45,6 +45,8 @@ class StepTrials(StepCallback):
     set_aside: called when a step begins that runs otherwise than those around it, so that nobody learns from it.
     report: receives the events; None without a report.
     stop_after: told, in a run of trials alone, the iteration (from 0) after which the run shall stop.
+    record: what a checkpoint holds for the run that goes on from it: the iteration from which rounds are counted, and
+        which balancers are switched off. Kept up to date; empty in a run that goes on from none.
     """
 
     def __init__(
@@ -59,10 +61,12 @@ class StepTrials(StepCallback):
         set_aside: Callable[[], None] | None = None,
         report: Callable[[dict[str, Any]], None] | None = None,
         stop_after: Callable[[int], None] | None = None,
+        record: MutableMapping[str, Any] | None = None,
     ) -> None:
         self._callbacks, self._config, self._steps = callbacks, config, steps
         self._first, self._delays = first, delays or {}
         self._set_aside, self._report, self._stop_after = set_aside, report, stop_after
+        self._record = {} if record is None else record
         self._trials: Trials | None = None
         self._balancers: dict[str, StepCallback] = {}
         self._switched = torch.zeros(0, dtype=torch.int64)
@@ -146,11 +150,32 @@ class StepTrials(StepCallback):
             self._switched = torch.zeros(len(self._balancers), dtype=torch.int64)
             if any(self._delays.values()):  # others prepare steps, in processes of their own
                 self._switched.share_memory_()
-            schedule = TrialSchedule(list(self._balancers), self._config, steps=self._steps, first=iteration)
+            first = iteration if self._config.steps else self._resume(iteration)
+            schedule = TrialSchedule(
+                list(self._balancers), self._config, steps=self._steps, first=first, begins=iteration
+            )
             self._trials = Trials(schedule, self._delays, self._switched)  # type: ignore[arg-type]
             if self._config.steps and self._stop_after is not None:
                 self._stop_after(iteration + self._config.steps - 1)
         return self._trials
+
+    def _resume(self, iteration: int) -> int:
+        """Go on as the record says, at `iteration`. Returns the iteration from which rounds are counted."""
+        record, switched = self._record, self._record.get("switched")
+        first = record.get("first")
+        if type(first) is not int or not 0 <= first <= iteration or not isinstance(switched, dict):
+            first, switched = iteration, {}
+        for place, name in enumerate(self._balancers):
+            at = switched.get(name, 0)
+            self._switched[place] = at if type(at) is int else 0
+        record.update(first=first, switched=self._told_of_switched())
+        off = [name for name, at in record["switched"].items() if at > 0]
+        if off and not dist.get_rank():
+            print(f"> {' and '.join(off)} off, as trials had decided when the checkpoint was saved", flush=True)
+        return first
+
+    def _told_of_switched(self) -> dict[str, int]:
+        return dict(zip(self._balancers, self._switched.tolist(), strict=True))
 
     def _end_round(self) -> None:
         """Give the trials the seconds of a round, and tell what they decide."""
@@ -160,6 +185,8 @@ class StepTrials(StepCallback):
         for step, slowest in zip(timed, self._slowest(timed), strict=True):
             self._trials.add(step.iteration, slowest)
         verdicts = self._trials.decide(self._iteration)
+        if not self._config.steps:
+            self._record["switched"] = self._told_of_switched()
         if not dist.get_rank():
             for verdict in verdicts:
                 if verdict.changed:

@@ -34,7 +34,12 @@ from megatron.balanced.shared.callbacks import StepCallback, registered, use_sch
 from megatron.balanced.shared.job import Job
 from megatron.balanced.shared.process_groups import SocketLimitError
 from megatron.balanced.trainer import patches
-from megatron.balanced.trainer.checks.checkpoints import KERNEL_ARGUMENT, kernel_of_checkpoint, nothing_to_load
+from megatron.balanced.trainer.checks.checkpoints import (
+    KERNEL_ARGUMENT,
+    TRIALS_ARGUMENT,
+    arguments_of_checkpoint,
+    nothing_to_load,
+)
 from megatron.balanced.trainer.checks.sequences import steps_ahead
 from megatron.balanced.trainer.config import AUTO, BalanceConfig, cluster_from_flags
 from megatron.balanced.trainer.data import forward_step, is_packed, train_valid_test_datasets
@@ -135,7 +140,10 @@ def _features(
             callback.report = note
     left_out = None
     balances = config.experts.enabled or config.sequences.enabled or config.layers.enabled
+    resumed = arguments_of_checkpoint(args) if balances else None
     if balances and (config.trials.pairs or config.trials.steps):
+        record = getattr(resumed, TRIALS_ARGUMENT, None)
+        setattr(args, TRIALS_ARGUMENT, record := dict(record) if isinstance(record, dict) else {})
         trials = StepTrials(
             registered,
             config.trials,
@@ -146,6 +154,7 @@ def _features(
             set_aside=None if observer is None else observer.set_aside,
             report=note,
             stop_after=lambda iteration: setattr(args, "exit_interval", iteration + 1),
+            record=record,
         )
         features.append(trials)
         if args.dataloader_type == "single" and not args.rampup_batch_size:  # a sample tells its iteration
@@ -154,7 +163,9 @@ def _features(
     if config.sequences.enabled:
         tokens = MovedTokens(_batches(args, config, job, left_out), update_seqlen_stats_from_cu_seqlens)
         shared = {"config": config.sequences, "job": job, "cluster": cluster, "report": note, "tokens": tokens}
-        features.append(partial(_sequence_balancer, args, shared | {"had_kernel": kernel_of_checkpoint(args)}))
+        features.append(
+            partial(_sequence_balancer, args, shared | {"had_kernel": getattr(resumed, KERNEL_ARGUMENT, None)})
+        )
         model.pre_wrap_hooks.append(use_document_positions)
     if config.experts.enabled:
         features.append(partial(_expert_balancer, config.experts, job, cluster, note))

@@ -23,19 +23,22 @@ from megatron.balanced.trainer.prediction import has_tail, tied_in_pipeline
 
 __all__ = [
     "KERNEL_ARGUMENT",
+    "TRIALS_ARGUMENT",
+    "arguments_of_checkpoint",
     "check_folders",
     "check_load",
     "check_saves",
     "explain_checkpoint",
     "full_folders",
     "gave_up_loading",
-    "kernel_of_checkpoint",
     "megatrons_arguments",
     "nothing_to_load",
 ]
 
 _TRACKER = "latest_checkpointed_iteration.txt"
-KERNEL_ARGUMENT = "balance_attention_kernel"  # of Megatron-LM's arguments, which checkpoints hold
+# Of Megatron-LM's arguments, which checkpoints hold.
+KERNEL_ARGUMENT = "balance_attention_kernel"
+TRIALS_ARGUMENT = "balance_trials_record"
 _MOST_CHARACTERS = 300  # of a reason
 _FULL_BYTES = 1 << 20  # free, below which a disk counts as full
 # What torch says of a file that is shorter than, or differs from, what its index says.
@@ -97,8 +100,8 @@ def check_load(args: argparse.Namespace) -> None:
         ) from error
 
 
-def kernel_of_checkpoint(args: argparse.Namespace) -> str | None:
-    """The kernel of attention of the run that `--load` resumes; None without one, and where no checkpoint says it.
+def arguments_of_checkpoint(args: argparse.Namespace) -> argparse.Namespace | None:
+    """Megatron-LM's arguments of the run that `--load` resumes; None without one, and where no checkpoint has them.
 
     args: after `check_load`.
     """
@@ -109,7 +112,8 @@ def kernel_of_checkpoint(args: argparse.Namespace) -> str | None:
     checkpoint = str(_place(Path(args.load), _iteration(args, Path(args.load))))
     if not check_is_distributed_checkpoint(checkpoint):  # the old format, which holds the weights in the same file
         return None
-    return getattr(load_common_state_dict(checkpoint).get("args"), KERNEL_ARGUMENT, None)
+    found: argparse.Namespace | None = load_common_state_dict(checkpoint).get("args")
+    return found
 
 
 def _iteration(args: argparse.Namespace, folder: Path) -> str:
