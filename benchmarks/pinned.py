@@ -1,5 +1,6 @@
 """Real training on two processes, each pinned to a core of its own, and how long its steps take."""
 
+import json
 import os
 import re
 import subprocess
@@ -7,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["DYNAMIC", "REPOSITORY", "prepare_corpus", "step_milliseconds"]
+__all__ = ["DYNAMIC", "REPOSITORY", "prepare_corpus", "step_milliseconds", "train_pinned"]
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DYNAMIC = "examples/dynamic_models/pretrain.py"
@@ -20,20 +21,31 @@ _PIN = (
 )
 
 
-def prepare_corpus(folder: Path) -> list[str]:
-    """Write the source of Python's standard library, a file a document, into `folder`; returns Megatron-LM's flags."""
-    prepare = [sys.executable, str(REPOSITORY / "scripts" / "prepare_data.py"), "--stdlib", "--append-eod"]
-    prefix = str(folder / "corpus")
+def prepare_corpus(folder: Path, lengths: Sequence[int] = ()) -> list[str]:
+    """Write a corpus into `folder`; returns Megatron-LM's flags. Its text is the source of Python's standard library, a
+    file a document, or the beginning of one of its modules, in documents of `lengths` tokens if these are given."""
+    prefix, source = str(folder / "corpus"), ["--stdlib"]
+    if lengths:
+        text = Path(os.__file__).read_text(encoding="utf-8").encode("ascii", "replace").decode()
+        lines = [json.dumps({"text": text[: length - 1]}) for length in lengths]  # and a token that ends the document
+        (folder / "documents.jsonl").write_text("\n".join(lines))
+        source = ["--input", str(folder / "documents.jsonl")]
+    prepare = [sys.executable, str(REPOSITORY / "scripts" / "prepare_data.py"), *source, "--append-eod"]
     subprocess.run([*prepare, "--output-prefix", prefix], check=True, capture_output=True, timeout=_TIMEOUT)
     return ["--data-path", prefix]
 
 
-def step_milliseconds(flags: Sequence[str], program: str = "pretrain_gpt.py") -> list[float]:
-    """Train on two pinned processes; the milliseconds of each step. Raises SystemExit where training fails."""
+def train_pinned(flags: Sequence[str], program: str = "pretrain_gpt.py") -> str:
+    """Train on two pinned processes. Returns what they print. Raises SystemExit where training fails."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
     command += [sys.executable, "-c", _PIN, str(REPOSITORY / program), *flags]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=_TIMEOUT)
     if done.returncode:
         raise SystemExit(f"training failed with exit code {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}")
-    return [float(found[2]) for found in _STEP.finditer(done.stdout)]
+    return done.stdout
+
+
+def step_milliseconds(flags: Sequence[str], program: str = "pretrain_gpt.py") -> list[float]:
+    """The milliseconds of each step of `train_pinned`, with --log-interval 1."""
+    return [float(found[2]) for found in _STEP.finditer(train_pinned(flags, program))]

@@ -2,13 +2,16 @@
 
 import math
 import pickle
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from balancing.settings import SettingError
 from balancing.trials import ClockGain, LeftOut, TrialConfig, Trials, TrialSchedule, Verdict, median_gain, product
-from benchmarks.trials import CASES, RANKS, Work
+from benchmarks.trials.cases import CASES, Watch
+from benchmarks.trials.emulated import RANKS, Work
+from benchmarks.trials.real import CONFIG, steps_of
 
 
 class Job:
@@ -221,6 +224,28 @@ def test_the_bad_cases_of_the_benchmark(case):
         if trials.ends_round(iteration):
             trials.decide(iteration)
     assert {name: name not in left_out for name in case.expected} == case.expected
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.what for case in CASES])
+def test_a_real_job_of_a_case_has_a_whole_round_of_trials(case):
+    trials = Trials(TrialSchedule([*case.expected], CONFIG, steps=steps_of(case)))
+    for iteration in range(min(100, steps_of(case))):
+        trials.add(iteration, 1.0)
+    assert {len(trials.pairs[name]) for name in case.expected} == {0 if "short" in case.what else 10}
+
+
+def test_the_cost_of_trials_is_what_steps_take_that_run_otherwise_than_decided():
+    (case,) = (case for case in CASES if case.what == "even loads, dear transfers")
+    watch, trials = Watch(case, case.steps, TrialConfig()), Trials(TrialSchedule(["experts"], TrialConfig(), steps=700))
+    for iteration in range(case.steps):
+        left_out = trials.left_out(iteration)
+        watch.add(0.8 if left_out else 1.0, [SimpleNamespace(trial_name="experts", left_out=bool(left_out)), print])
+        trials.add(iteration, 0.8 if left_out else 1.0)
+        if trials.ends_round(iteration):
+            trials.decide(iteration)
+    row = watch.row(trials.gains())
+    assert row["on"] == {"experts": False} and row["off_since"] == {"experts": 34}
+    assert row["cost"] == pytest.approx(-7 * 0.2 / 700)
 
 
 def test_lines_for_the_user():

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.trials.cases import Case
+from benchmarks.trials.real import flags_of, run_job
 from tests.support.events import events_in
 from tests.support.leave_out import leave_out
 from tests.support.moving import Plans, move_at
@@ -231,3 +233,18 @@ def test_layers_are_not_planned_from_steps_that_leave_experts_out(pool):
     argv = [*BASE, *f"{LAYERS} --train-iters 12 --balance-experts".split()]
     for _, planned in pool.run(4, _with_layers, argv, {}, (4, 5, 8)):
         assert planned == [1, 2, 3, 6, 7, 9]
+
+
+def _real_case(argv: list[str], case: Case) -> dict[str, Any]:
+    args, config, _ = parse(argv)
+    return run_job(case, args, config)
+
+
+@pytest.mark.parametrize("loads, imbalance", [("even", 1.03), ("uneven", 1.6)])
+def test_the_benchmark_makes_the_loads_of_its_cases(pool, tmp_path, loads, imbalance):
+    case = Case("any", 10, {"experts": True}, loads)
+    argv = [*flags_of(case), *f"--mock-data --train-iters 10 --balance-report {tmp_path}".split()]
+    row, _ = pool.run(2, _real_case, argv, case)
+    assert row["steps"] == 10 and row["on"] == {"experts": True} and row["gains"] == {} and row["cost"] == 0
+    before = [line["imbalance_before"] for line in events_in(tmp_path, balancer="experts")]
+    assert sum(before) / len(before) == pytest.approx(imbalance, rel=0.05)

@@ -33,6 +33,8 @@ STATED = {
     ("together/workload.py", "--layer-balance-interval", None): "a line above the table",
     ("together/workload.py", "sequences.planner", None): "a line above the table",
     ("sequences/training.py", "sequences.planner", None): "rows are named by planner",
+    ("trials/real.py", "trials.interval", None): "its page says so, beside the table",
+    ("trials/real.py", "trials.share", None): "its page says so, beside the table",
     ("whatif/gains.py", "--sequence-micro-batches", None): "the job's own flags",
 }
 

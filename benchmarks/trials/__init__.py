@@ -1,0 +1,1 @@
+"""What trials by the clock decide in bad cases."""
