@@ -125,7 +125,7 @@ def _layers_emulated(quick: bool) -> dict[str, float]:
 
 
 def _experts_training(quick: bool) -> dict[str, float]:
-    rows = {row["method"]: row for row in experts_training.measure(60, 24, 2 if quick else 3)}
+    rows = {row["method"]: row for row in experts_training.measure(60, 50, 2 if quick else 3)}
     return {"saved": 100 * (1 - rows["on"]["ratio_to_baseline"])}
 
 

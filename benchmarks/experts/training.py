@@ -4,9 +4,10 @@
 
 A mixture-of-experts GPT with expert parallelism 2 trains on real text (the source of Python's standard library) without
 a load-balancing loss until its experts have specialised, and saves a checkpoint. From there the same steps run with
-`--balance-experts` off and on alternately, each run in two new processes. Then one run tries both by itself
-(`--balance-trial`): its gain by the clock should be that of the separate runs. Compute and transfers are real; nothing
-is emulated. The ratio to the limit is the load of the busier rank over the mean, 1.0 when both compute equally much.
+`--balance-experts` off, on, and in trials (`--balance-trial`), in turns, each run in two new processes. The gain by the
+clock of all trials should be that of the separate runs, as far as the machine's speed does not change from run to run.
+Compute and transfers are real; nothing is emulated. The ratio to the limit is the load of the busier rank over the
+mean, 1.0 when both compute equally much.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from balancing.files import write_text
+from balancing.trials import TrialConfig, TrialSchedule, median_gain
 from benchmarks.pinned import prepare_corpus, step_milliseconds
 
 MODEL = (
@@ -38,10 +40,10 @@ def _imbalance(report: Path) -> tuple[float, float]:
     return statistics.mean(before), statistics.mean(after)
 
 
-def _by_the_clock(report: Path) -> dict[str, Any]:
-    """What trials say of experts, the last time."""
+def _pairs(report: Path) -> list[float]:
+    """Seconds of a step without replicas over those with them, of each pair of trials."""
     lines = [json.loads(line) for line in (report / "events.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["action"] == "trial"][-1]
+    return [ratio for line in lines if line["action"] == "trial" for ratio in line["pair_ratios"]]
 
 
 def measure(train: int, steps: int, rounds: int) -> list[dict[str, Any]]:
@@ -49,50 +51,45 @@ def measure(train: int, steps: int, rounds: int) -> list[dict[str, Any]]:
 
     train: number of steps before the measurement.
     steps: number of steps of each run.
-    rounds: number of runs with and without the balancer.
+    rounds: number of runs of each kind.
     """
+    flags = {"off": [], "on": ["--balance-experts"], "trials": ["--balance-experts", "--balance-trial", str(steps)]}
+    times: dict[str, list[float]] = {kind: [] for kind in flags}
+    pairs: list[float] = []
+    schedule = TrialSchedule(["experts"], TrialConfig(steps=steps))
+    warm_up = next(at for at in range(steps) if schedule.combination(at) is not None)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = [*MODEL, *prepare_corpus(folder)]
         print(f"training {train} steps, so that experts specialise ...", flush=True)
         checkpoint = ["--save", str(folder / "checkpoint"), "--save-interval", str(train), "--train-iters", str(train)]
         step_milliseconds([*model, *checkpoint])
-        times: dict[str, list[float]] = {"off": [], "on": []}
-        report = folder / "report"
+        model += ["--load", str(folder / "checkpoint"), "--finetune", "--train-iters", str(steps)]  # from iteration 0
         for number in range(rounds):
-            for kind in ("off", "on"):
-                flags = ["--load", str(folder / "checkpoint"), "--train-iters", str(train + steps), "--finetune"]
-                flags += ["--balance-experts"] if kind == "on" else []
-                flags += ["--balance-report", str(report)] if (kind, number) == ("on", rounds - 1) else []
-                times[kind] += step_milliseconds([*model, *flags])[4:]  # the first ones warm up and have no plan yet
-                print(f"round {number + 1} of {rounds}, {kind}: {statistics.median(times[kind]):.1f} ms", flush=True)
-        tried = folder / "tried"
-        flags = ["--load", str(folder / "checkpoint"), "--train-iters", str(train + 1000), "--finetune"]
-        flags += ["--balance-experts", "--balance-trial", str(2 * steps), "--balance-report", str(tried)]
-        alone = step_milliseconds([*model, *flags])
-        by_the_clock = _by_the_clock(tried)
-        print(f"in one run, by the clock: {by_the_clock['gain']:.2f}x", flush=True)
-        before, after = _imbalance(report)
-        median = {kind: statistics.median(values) for kind, values in times.items()}
-        return [
-            {
-                "method": kind,
-                "step_ms": median[kind],
-                "ratio_to_baseline": median[kind] / median["off"],
-                "ratio_to_limit": {"off": before, "on": after}[kind],
-                "steps": len(times[kind]),
-            }
-            for kind in times
-        ] + [
-            {
-                "method": "trials",
-                "step_ms": statistics.median(alone),
-                "ratio_to_baseline": 1 / by_the_clock["gain"],
-                "interval": [1 / by_the_clock["gain_high"], 1 / by_the_clock["gain_low"]],
-                "ratio_to_limit": after,
-                "steps": 2 * by_the_clock["pairs"],
-            }
-        ]
+            for kind, own in times.items():
+                report = folder / f"{kind} {number}"
+                run = step_milliseconds([*model, *flags[kind], "--balance-report", str(report)])
+                own += run[warm_up:]  # iterations of the trials
+                pairs += _pairs(report)
+                print(f"round {number + 1} of {rounds}, {kind}: {statistics.median(own):.1f} ms", flush=True)
+        before, after = _imbalance(folder / "on 0")
+    median = {kind: statistics.median(own) for kind, own in times.items()}
+    gain = median_gain(pairs)
+    assert gain is not None
+    print(f"by the clock of trials: {gain}", flush=True)
+    ratio = {kind: median[kind] / median["off"] for kind in times} | {"trials": 1 / gain.ratio}
+    rows = [
+        {
+            "method": kind,
+            "step_ms": median[kind],
+            "ratio_to_baseline": ratio[kind],
+            "ratio_to_limit": before if kind == "off" else after,
+            "steps": len(own),
+        }
+        for kind, own in times.items()
+    ]
+    rows[-1]["interval"] = [1 / gain.high, 1 / gain.low]
+    return rows
 
 
 def main() -> None:
@@ -100,7 +97,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer steps, noisier figures")
     parser.add_argument("--json", metavar="FILE", help="also write the rows to FILE")
     options = parser.parse_args()
-    rows = measure(10, 10, 1) if options.quick else measure(60, 24, 3)
+    rows = measure(10, 20, 1) if options.quick else measure(60, 50, 3)
     print(f"{'balancing':>9} {'step, ms':>9} {'/ off':>6} {'max / mean':>10} {'steps':>6}")
     for row in rows:
         print(
