@@ -48,5 +48,6 @@ if has ruff; then
     "$python" -m ruff format --check .
 fi
 if has mypy; then "$python" -m mypy; fi
-# Two workers, since a test of one rank uses one core. All tests of a file run in one worker, which keeps reference runs.
-exec "$python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
+# Three workers for two cores, since ranks wait for each other and for what they start. All tests of a file run in one
+# worker, which keeps reference runs.
+exec "$python" -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@"

@@ -18,8 +18,11 @@ from tests.support.tiers import is_thorough
 
 DEFAULT_SECONDS = 3 * PATIENCE
 SHARE = 5  # of so many tests that only --exhaustive runs, --sample runs one
-# These files are one worker's, since starting the ranks of `engine` takes long.
-ONE_SCOPE = "tests/transformer_engine/"
+# The files of a scope are one worker's, since starting the ranks of `engine` and of `bridge` takes long.
+SCOPES = (
+    ("tests/transformer_engine/",),
+    ("tests/loops/test_bridge.py", "tests/loops/test_page.py", "tests/loops/test_verl.py"),
+)
 
 # Neither an example nor making one may take long by default, on a machine that may be busy.
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -50,23 +53,30 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
+    thorough = {item.path for item in items if is_thorough(item.path.parent.name, item.path.stem)}
     for item in items:
-        if is_thorough(item.path.parent.name, item.path.stem):
+        if item.path in thorough:
             item.add_marker(pytest.mark.thorough)
     # What takes longest first, so that no worker is left with it alone at the end: a scope of several files, then files
-    # whose tests start ranks.
+    # whose tests start ranks, and those of the second tier, which start other processes.
     files = {item.path for item in items if {"pool", "engine", "muon"} & set(getattr(item, "fixturenames", ()))}
-    items.sort(key=lambda item: (not item.nodeid.startswith(ONE_SCOPE), item.path not in files))
+    files |= thorough
+    items.sort(key=lambda item: (_scope(item.nodeid) is None, item.path not in files))
+
+
+def _scope(nodeid: str) -> str | None:
+    """Of SCOPES the one that a test is of."""
+    return next((scope[0] for scope in SCOPES if nodeid.startswith(scope)), None)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `--dist loadfile`: a file is one worker's, and the files of ONE_SCOPE are."""
+    """With `--dist loadfile`: a file is one worker's, and so are the files of one of SCOPES."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return ONE_SCOPE if nodeid.startswith(ONE_SCOPE) else super()._split_scope(nodeid)
+            return _scope(nodeid) or super()._split_scope(nodeid)
 
     return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
 
