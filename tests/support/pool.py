@@ -30,6 +30,8 @@ from tests.support.pool_server import GRACE_SECONDS, Branch, Job, Outcome, outpu
 REPOSITORY = Path(__file__).resolve().parents[2]
 MAX_WORLD_SIZE = 8
 OUTPUT_SHOWN = 6000  # characters of a rank's output shown with an error
+# glibc gives freed memory of this size back to Linux, which clears it page by page for the next tensor.
+_KEEPS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**32)}
 
 
 class Hang(RuntimeError):
@@ -53,7 +55,7 @@ class Pool:
     """Starts its server at the first job, and again after a job that had to be abandoned.
 
     device: "cpu", "cuda", or "none" for jobs that need neither torch nor Megatron, whose server starts at once.
-    before: a module whose `install` is called before Megatron is imported.
+    before: a module whose `install` is called before Megatron is imported, or for device "none" instead.
     first: folders that Python looks into before all others.
     environment: of the server, beside this process's.
     """
@@ -194,7 +196,7 @@ class Pool:
             [sys.executable, "-c", code, self._device, *([self._before] if self._before else [])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=single_threaded(self._first) | self._environment,
+            env=single_threaded(self._first) | (_KEEPS_MEMORY if self._device != "cuda" else {}) | self._environment,
         )
         assert process.stdin and process.stdout
         return _Server(process.stdin, process.stdout, process)

@@ -350,6 +350,10 @@ def main(parent: int) -> None:
         server = _preload_for_gpus(before, server)
     elif device == "cpu":
         _preload(before, device)
+    elif before:
+        for module in before:
+            importlib.import_module(module).install()
+        _settle()
     branches: list[int] = []
     _tell(answers, server)
     while True:
