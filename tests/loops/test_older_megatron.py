@@ -9,7 +9,11 @@ from tests.support.packages_apart import folder, version, why_missing
 from tests.support.plain_loop import train
 from tests.support.pool import Pool
 
-NAME, RANKS, STEPS = "megatron_core_0_18", 4, 6  # layers move after four steps; a loss tells wrong moments after two more
+NAME, RANKS, STEPS = (
+    "megatron_core_0_18",
+    4,
+    6,
+)  # layers move after four steps; a loss tells wrong moments after two more
 
 
 def install() -> None:

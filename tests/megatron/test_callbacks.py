@@ -36,7 +36,9 @@ def _recorder(calls: list[str]) -> Any:
     class Recorder(callbacks.StepCallback):
         pass
 
-    for name in [name for name in vars(callbacks.StepCallback) if not name.startswith("_")]:
+    for name in [name for name, method in vars(callbacks.StepCallback).items() if callable(method)]:
+        if name.startswith("_"):
+            continue
 
         def note(self: Any, *args: Any, name: str = name) -> None:
             calls.append(of(name, *args))

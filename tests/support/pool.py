@@ -30,8 +30,8 @@ from tests.support.pool_server import GRACE_SECONDS, Branch, Job, Outcome, outpu
 REPOSITORY = Path(__file__).resolve().parents[2]
 MAX_WORLD_SIZE = 8
 OUTPUT_SHOWN = 6000  # characters of a rank's output shown with an error
-# glibc gives freed memory of this size back to Linux, which clears it page by page for the next tensor.
-_KEEPS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**32)}
+# glibc gives freed memory back to Linux, which clears it for the next tensor. Below 64 MB it shall keep it.
+_KEEPS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**26), "MALLOC_TRIM_THRESHOLD_": str(2**32)}
 
 
 class Hang(RuntimeError):
