@@ -1,6 +1,7 @@
 """Which kernel of attention is chosen, on stand-ins that are right, wrong, slow or picky; no device takes part."""
 
 import itertools
+import re
 import warnings
 
 import pytest
@@ -140,7 +141,7 @@ class _IgnoresWindows(Exact):
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        (_OwnSoftmax, " of causal pieces differ by"),  # of queries or values, by how the processor rounds
+        (_OwnSoftmax, "its gradients of (queries|values) of causal pieces differ by"),  # either, by rounding
         (_TopLeft, "of causal pieces with more keys than queries differ by"),
         (_SwapsSingles, "its logsumexps of causal pieces, of one query each differ by"),
         (_IgnoresWindows, "of pieces with a window differ by"),
@@ -148,7 +149,7 @@ class _IgnoresWindows(Exact):
 )
 def test_a_kernel_that_computes_something_else_is_left_out(wrong, said):
     choice = _choose(cudnn=wrong(0.1), fa2=Exact(0.4))
-    assert choice.name == "fa2" and "; the 0.1 s kernel left out: its" in choice.line and said in choice.line
+    assert choice.name == "fa2" and "; the 0.1 s kernel left out: its" in choice.line and re.search(said, choice.line)
     assert "nan" not in choice.line
     _check(choice.kernel)
 
