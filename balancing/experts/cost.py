@@ -44,7 +44,7 @@ class ExpertShape:
     ffn_hidden: inner width.
     bytes_per_parameter: bytes of a weight, and of one element of a token's activation, when sent; 2 for bf16.
     gated: whether there is a third matrix, as in SwiGLU.
-    gradient_bytes: bytes of one parameter's gradient when sent; 4 for float32.
+    gradient_bytes: bytes of one parameter's gradient when sent; 4 for float32, 0 for experts that do not train.
 
     Raises ValueError for sizes that are not positive.
     """
@@ -56,9 +56,11 @@ class ExpertShape:
     gradient_bytes: float = 4.0
 
     def __post_init__(self) -> None:
-        for name in ("hidden", "ffn_hidden", "bytes_per_parameter", "gradient_bytes"):
+        for name in ("hidden", "ffn_hidden", "bytes_per_parameter"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be positive")
+        if not self.gradient_bytes >= 0:
+            raise ValueError(f"gradient_bytes={self.gradient_bytes!r} must be 0 or more")
 
     @property
     def parameters(self) -> int:

@@ -20,7 +20,7 @@ from balancing.messages import start_message
 from balancing.ranges import named
 from balancing.threads import start_thread
 
-__all__ = ["Hop", "Relay", "split_pieces"]
+__all__ = ["Hop", "Relay", "number_of_pieces", "split_pieces"]
 
 _PIECE_BYTES = 16 << 20  # large enough for the full bandwidth of a link, small compared with an expert
 
@@ -28,6 +28,11 @@ _PIECE_BYTES = 16 << 20  # large enough for the full bandwidth of a link, small 
 def split_pieces(flat: torch.Tensor) -> Sequence[torch.Tensor]:
     """Views of the pieces in which `flat` is sent. All ranks get the same pieces for the same length and type."""
     return flat.split(max(1, _PIECE_BYTES // flat.element_size()))
+
+
+def number_of_pieces(size: int, dtype: torch.dtype) -> int:
+    """The number of pieces in which `size` elements are sent."""
+    return -(-size // max(1, _PIECE_BYTES // dtype.itemsize))
 
 
 @dataclass(frozen=True)

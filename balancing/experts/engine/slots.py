@@ -40,8 +40,8 @@ import torch.distributed as dist
 from balancing.clock import CpuClock, CudaClock, DeviceClock
 from balancing.experts.engine.chains import Chain, Numbers, chains_of, hops_of
 from balancing.experts.engine.posting import Postings
-from balancing.experts.engine.relay import Hop, Relay, split_pieces
-from balancing.experts.engine.weights import Parameters, WeightFormat, WeightLayout
+from balancing.experts.engine.relay import Hop, Relay, number_of_pieces
+from balancing.experts.engine.weights import GradientLayout, Parameters, WeightFormat, WeightLayout, aligned
 from balancing.experts.placement import ReplicaPlacement
 
 __all__ = ["HomeExperts", "ReplicaSlots", "TransferStatistics"]
@@ -51,19 +51,26 @@ def _nothing(layer: int) -> None:
     """Do nothing."""
 
 
-def _add(pairs: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
-    """Add the second tensor of each pair, if there is one, to the first, in one operation."""
-    present = [(total, gradient) for total, gradient in pairs if gradient is not None]
+def _add(pairs: Iterable[tuple[torch.Tensor | None, torch.Tensor | None]]) -> None:
+    """Add the second tensor of each pair to the first, if there are both, in one operation."""
+    present = [pair for pair in pairs if pair[0] is not None and pair[1] is not None]
     if present:
         torch._foreach_add_(*zip(*present, strict=True))
+
+
+def _dtype_of_gradients(parameters: Parameters) -> torch.dtype:
+    """The type in which gradients of `parameters` are added up: float32, or float64 if there is one."""
+    return torch.float64 if any(p.dtype is torch.float64 for p in parameters) else torch.float32
 
 
 @dataclass(frozen=True)
 class HomeExperts:
     """The experts that are at home on this rank, in the MoE layers of one model chunk.
 
-    parameters: [layer][home expert] -> its parameters; all experts have the same shapes.
-    gradient: home parameter -> the fp32 (or float64) tensor that accumulates its gradient.
+    parameters: [layer][home expert] -> its parameters; all experts of a layer have the same shapes.
+    gradient: home parameter that trains -> the fp32 (or float64) tensor that accumulates its gradient.
+    trained: [layer][expert of the group][parameter] -> whether it trains. Replicas of other parameters have no
+        gradient and return none. The same on all ranks; None: all parameters train.
     fused: whether the backward pass of a replica's weight adds to the weight's attribute `main_grad`, of the type of
         `gradient`, instead of `grad` (fused gradient accumulation).
     format: how parameters are stored.
@@ -75,6 +82,7 @@ class HomeExperts:
 
     parameters: Sequence[Sequence[Parameters]]
     gradient: Callable[[torch.Tensor], torch.Tensor]
+    trained: Sequence[Sequence[Sequence[bool]]] | None = None
     fused: bool = False
     format: WeightFormat = field(default_factory=WeightFormat)
     final: Callable[[int], None] = _nothing
@@ -111,6 +119,9 @@ class _Layer:
     """The slots of one layer and their state in an iteration.
 
     homes: [home expert] -> its parameters.
+    layout, gradient_layout: of an expert's weights and gradients in flat tensors.
+    gradient_dtype: of gradients that are added up and sent.
+    trained: [expert of the group][parameter] -> whether it trains.
     buffer: number of the buffer that holds the layer's slots.
     weights: [slot, element], the flat weights of the expert in each slot; memory of the buffer.
     leaves: [slot] -> the replica's parameters, in the memory of `weights`.
@@ -119,13 +130,17 @@ class _Layer:
     full: slots with a replica of this rank.
     fetching: weights in flight.
     accumulated: [slot, element], gradients of this rank's replicas; None before the first gradients.
-    parts: [slot] -> views of `accumulated`, one for each parameter.
+    parts: [slot] -> views of `accumulated`, one for each parameter, None if it does not train.
     reduction: gradients in flight.
     backwards: number of backward passes so far in the iteration.
     moved_bytes: bytes sent by all ranks together, weights and gradients.
     """
 
     homes: Sequence[Parameters]
+    layout: WeightLayout
+    gradient_layout: GradientLayout
+    gradient_dtype: torch.dtype
+    trained: Sequence[Sequence[bool]]
     buffer: int
     weights: torch.Tensor
     leaves: list[list[torch.Tensor]]
@@ -134,7 +149,7 @@ class _Layer:
     full: list[int] = field(default_factory=list)
     fetching: list[Relay] = field(default_factory=list)
     accumulated: torch.Tensor | None = None
-    parts: list[list[torch.Tensor]] = field(default_factory=list)
+    parts: list[list[torch.Tensor | None]] = field(default_factory=list)
     reduction: _Reduction | None = None
     backwards: int = 0
     moved_bytes: int = 0
@@ -145,6 +160,21 @@ class _Layer:
         if placement is not self.placement:
             self.placement, self.chains = placement, chains_of(placement, rank)
             self.full = sorted(chain.slot for chain in self.chains if chain.slot is not None)
+            for chain in self.chains:
+                if chain.slot is not None:
+                    for leaf, trains in zip(self.leaves[chain.slot], self.trained[chain.expert], strict=True):
+                        if leaf.requires_grad != trains:
+                            leaf.requires_grad_(trains)
+
+    @property
+    def gradient_chains(self) -> list[Chain]:
+        """The chains of experts of which a parameter trains."""
+        return [chain for chain in self.chains if any(self.trained[chain.expert])]
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradients of one expert."""
+        return self.gradient_layout.size * self.gradient_dtype.itemsize
 
 
 class _Buffers(NamedTuple):
@@ -158,10 +188,28 @@ class _Buffers(NamedTuple):
     def number(self) -> int:
         return min(4 if self.alternating else 2, self.layers) if self.shared else self.layers
 
+    def sizes(self, layouts: Sequence[WeightLayout]) -> list[int]:
+        """Bytes of a slot in each buffer. layouts: of the layers."""
+        sizes = [0] * self.number
+        alike = len({layout.dtype for layout in layouts}) == 1
+        for layer, layout in enumerate(layouts):
+            sizes[self.of(layer)] = max(sizes[self.of(layer)], layout.nbytes if alike else aligned(layout.nbytes))
+        return sizes
+
     def of(self, layer: int) -> int:
         if self.number == self.layers:
             return layer
         return layer % 2 + (2 if self.alternating and layer >= self.layers / 2 else 0)
+
+
+def _trained(expert: Parameters, experts: int, trained: Sequence[Sequence[bool]] | None) -> Sequence[Sequence[bool]]:
+    """[expert of the group][parameter] -> whether it trains. trained: the same, or None if all do."""
+    return [(True,) * len(expert)] * experts if trained is None else trained
+
+
+def _places(trained: Sequence[Sequence[bool]]) -> set[int]:
+    """Places of the parameters that some expert trains."""
+    return {place for expert in trained for place, trains in enumerate(expert) if trains}
 
 
 class ReplicaSlots:
@@ -187,33 +235,22 @@ class ReplicaSlots:
         expert_share: float | None = None,
     ) -> None:
         self.homes, self.slots, self.shared = homes, slots, shared
-        first = homes.parameters[0][0]
         self.memory_bytes = self.bytes_needed(
-            homes.parameters, slots, shared=shared, alternating=alternating, format=homes.format
+            homes.parameters, slots, shared=shared, alternating=alternating, format=homes.format, trained=homes.trained
         )
         self._rank = dist.get_rank(process_group)
         self._homes_per_rank = len(homes.parameters[0])
         self._experts = self._homes_per_rank * dist.get_world_size(process_group)
-        self._shapes = [p.shape for p in first]
-        self._numels = [p.numel() for p in first]
-        self._size = sum(self._numels)
-        self._layout = WeightLayout(first, homes.format)
-        self._device = first[0].device
-        self._gradient_dtype = torch.float64 if first[0].dtype is torch.float64 else torch.float32
-        if homes.fused:
-            self._gradient_dtype = homes.gradient(first[0]).dtype
-        self._like_weights = torch.empty(self._layout.size, dtype=self._layout.dtype, device="meta")
-        self._like_gradients = torch.empty(self._size, dtype=self._gradient_dtype, device="meta")
+        self._device = homes.parameters[0][0][0].device
         buffers = _Buffers(len(homes.parameters), shared, alternating)
-        self._weights = torch.zeros(
-            buffers.number, slots, self._layout.size, dtype=self._layout.dtype, device=self._device
-        )
-        self._layers = [
-            self._make_layer(experts, buffers.of(number)) for number, experts in enumerate(homes.parameters)
+        layouts = [WeightLayout(experts[0], homes.format) for experts in homes.parameters]
+        self._weights = [
+            torch.zeros(slots, size, dtype=torch.uint8, device=self._device) for size in buffers.sizes(layouts)
         ]
+        self._layers = [self._make_layer(number, layout, buffers.of(number)) for number, layout in enumerate(layouts)]
         self._content: list[int | None] = [None] * buffers.number  # the layer that each buffer holds or receives
         # One stream for all transfers: torch has only 32, and NCCL's communicators use some of them.
-        stream = torch.cuda.Stream(self._device) if self._weights.is_cuda else None
+        stream = torch.cuda.Stream(self._device) if self._weights[0].is_cuda else None
         # All ranks must have the same value of this variable.
         one_queue = stream is not None and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
         self._postings = Postings(process_group, stream, turn_by_turn=one_queue, expert_share=expert_share)
@@ -227,11 +264,23 @@ class ReplicaSlots:
         self._clock: DeviceClock = CudaClock() if self._device.type == "cuda" else CpuClock()
         self._waits: list[tuple[Any, Any]] = []  # clock marks at the begin and end of each wait
 
-    def _make_layer(self, homes: Sequence[Parameters], buffer: int) -> _Layer:
+    def _make_layer(self, number: int, layout: WeightLayout, buffer: int) -> _Layer:
+        homes = self.homes.parameters[number]
+        trained = _trained(homes[0], self._experts, self.homes.trained[number] if self.homes.trained else None)
+        places = _places(trained)
+        dtype = _dtype_of_gradients(homes[0])
+        if self.homes.fused and (mine := [p for expert in homes for p in expert if p.requires_grad]):
+            dtype = self.homes.gradient(mine[0]).dtype
         # Autograd leaves that share the buffers' memory but not their version counters. A shared buffer is overwritten
         # between a forward pass and its backward pass, but has the same weights again when the backward pass runs.
-        weights = self._weights[buffer].data
-        return _Layer(homes, buffer, weights, [self._layout.replicas(homes[0], flat) for flat in weights])
+        weights = self._weights[buffer].data[:, : layout.nbytes].view(layout.dtype)
+        leaves = [layout.replicas(homes[0], flat) for flat in weights]
+        for slot in leaves:
+            for place, leaf in enumerate(slot):
+                if place not in places:
+                    leaf.requires_grad_(False)
+        gradient_layout = GradientLayout(homes[0], places)
+        return _Layer(homes, layout, gradient_layout, dtype, trained, buffer, weights, leaves)
 
     @staticmethod
     def bytes_needed(
@@ -242,6 +291,7 @@ class ReplicaSlots:
         alternating: bool = False,
         format: WeightFormat | None = None,
         copies: int = 0,
+        trained: Sequence[Sequence[Sequence[bool]]] | None = None,
     ) -> int:
         """Bytes of memory that replicas and their gradients take on this rank.
 
@@ -249,14 +299,18 @@ class ReplicaSlots:
         slots, shared, alternating: as in `ReplicaSlots`.
         format: how parameters are stored.
         copies: bytes per parameter of a replica that the layers keep outside the slots, such as a quantized weight.
+        trained: as in `HomeExperts`.
         """
-        first = homes[0][0]
-        size = sum(p.numel() for p in first)
-        stored = WeightLayout(first, format or WeightFormat()).nbytes
-        gradient = size * max(4, first[0].element_size())
+        layouts = [WeightLayout(experts[0], format or WeightFormat()) for experts in homes]
+        gradients = []
+        for layer, experts in enumerate(homes):
+            places = _places(_trained(experts[0], 1, trained[layer] if trained else None))
+            size = GradientLayout(experts[0], places).size
+            gradients.append(size * max(4, _dtype_of_gradients(experts[0]).itemsize))
         # Shared slots have two gradient buffers, in alternating mode too: one is filled while the other is sent.
-        weights, gradients = (_Buffers(len(homes), shared, more).number for more in (alternating, False))
-        return slots * (weights * stored + gradients * gradient + len(homes) * size * copies)
+        held = 2 * max(gradients) if shared and len(homes) > 1 else sum(gradients)
+        copied = copies * sum(p.numel() for experts in homes for p in experts[0])
+        return slots * (sum(_Buffers(len(homes), shared, alternating).sizes(layouts)) + held + copied)
 
     # Trans.
 
@@ -327,25 +381,27 @@ class ReplicaSlots:
 
         hops = hops_of(chains, self._numbers(number, homeward=False), tensors)
         self._statistics.weight_bytes += sum(hop.sent_bytes for hop in hops)
-        layer.moved_bytes += sum(chain.replicas for chain in chains) * self._layout.nbytes
-        layer.fetching.append(self._relay(hops, chains, self._like_weights, shares))
+        layer.moved_bytes += sum(chain.replicas for chain in chains) * layer.layout.nbytes
+        layer.fetching.append(self._relay(hops, chains, layer.layout.size, layer.layout.dtype, shares))
 
     def _flat_home(self, layer: _Layer, expert: int) -> torch.Tensor:
-        return self._layout.flat(layer.homes[expert % self._homes_per_rank])
+        return layer.layout.flat(layer.homes[expert % self._homes_per_rank])
 
     def _numbers(self, number: int, *, homeward: bool) -> Numbers:
         return Numbers(self.homes.first_layer + number, homeward, self._experts)
 
-    def _relay(self, hops: list[Hop], chains: list[Chain], like: torch.Tensor, shares: Sequence[float]) -> Relay:
+    def _relay(
+        self, hops: list[Hop], chains: list[Chain], size: int, dtype: torch.dtype, shares: Sequence[float]
+    ) -> Relay:
         """Start this rank's hops of `chains`. The chains are the same on all ranks.
 
-        like: a tensor of the size and type of one expert's weights, or gradients.
+        size, dtype: elements of one expert's weights or gradients, and their type.
         shares: as in `Postings.start`.
         """
         turns = 0
         self.started += 1
         if chains:
-            turns = max(chain.replicas for chain in chains) + len(split_pieces(like)) - 1
+            turns = max(chain.replicas for chain in chains) + number_of_pieces(size, dtype) - 1
         return self._postings.start(hops, turns, shares)
 
     def acquire(self, number: int, *, forward: bool) -> None:
@@ -432,14 +488,10 @@ class ReplicaSlots:
         """Gradients of the replicas of layer `number` on this rank, [slot, element], zeros at first."""
         layer = self._layers[number]
         if layer.accumulated is None:
-            layer.accumulated = torch.zeros(self.slots, self._size, dtype=self._gradient_dtype, device=self._device)
-            layer.parts = [self._like_parameters(flat) for flat in layer.accumulated.unbind()]
+            size, dtype = layer.gradient_layout.size, layer.gradient_dtype
+            layer.accumulated = torch.zeros(self.slots, size, dtype=dtype, device=self._device)
+            layer.parts = [layer.gradient_layout.views(flat) for flat in layer.accumulated.unbind()]
         return layer.accumulated
-
-    def _like_parameters(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Views of an expert's gradients, one for each parameter."""
-        pieces = flat.split(self._numels)
-        return [piece.view(shape) for piece, shape in zip(pieces, self._shapes, strict=True)]
 
     def _start_reduction(self, number: int) -> None:
         layer = self._layers[number]
@@ -449,34 +501,35 @@ class ReplicaSlots:
                 for leaf in leaves:
                     leaf.main_grad = None  # type: ignore[attr-defined]
         accumulated, layer.accumulated, layer.parts = layer.accumulated, None, []
+        chains = layer.gradient_chains
+        if not chains:  # on all ranks: no expert with a replica trains
+            return
         received: list[tuple[int, torch.Tensor]] = []
+
+        def empty() -> torch.Tensor:
+            return torch.empty(layer.gradient_layout.size, dtype=layer.gradient_dtype, device=self._device)
 
         def tensors(chain: Chain) -> tuple[torch.Tensor, torch.Tensor | None]:
             if chain.slot is None:
-                total = self._empty_gradient()
+                total = empty()
                 received.append((chain.expert % self._homes_per_rank, total))
                 return total, None
             assert accumulated is not None
             gradient = accumulated[chain.slot]
-            return (gradient, None) if chain.ranks[-1] == self._rank else (self._empty_gradient(), gradient)
+            return (gradient, None) if chain.ranks[-1] == self._rank else (empty(), gradient)
 
-        hops = hops_of(layer.chains, self._numbers(number, homeward=True), tensors)
+        hops = hops_of(chains, self._numbers(number, homeward=True), tensors)
         self._statistics.gradient_bytes += sum(hop.sent_bytes for hop in hops)
-        size = self._size * self._gradient_dtype.itemsize
-        layer.moved_bytes += sum(chain.replicas for chain in layer.chains) * size
-        layer.reduction = _Reduction(
-            self._relay(hops, layer.chains, self._like_gradients, self._gradient_shares(number)), received
-        )
+        layer.moved_bytes += sum(chain.replicas for chain in chains) * layer.gradient_bytes
+        shares = self._gradient_shares(number)
+        relay = self._relay(hops, chains, layer.gradient_layout.size, layer.gradient_dtype, shares)
+        layer.reduction = _Reduction(relay, received)
 
     def _gradient_shares(self, number: int) -> Sequence[float]:
         """Fractions of the gradients of layer `number` to post now and at each following `begin_compute`."""
         if not number:  # after the first layer no experts follow that could hide a part, so all is sent at once
             return (1.0,)
         return 0.0, *self._postings.shares(begins_with_experts=False)  # the all-to-all of tokens comes first
-
-    def _empty_gradient(self) -> torch.Tensor:
-        """Memory for the gradients of an expert."""
-        return torch.empty(self._size, dtype=self._gradient_dtype, device=self._device)
 
     def end_pass(self, number: int) -> None:
         """Call this after each backward pass through the experts of layer `number`, even if it has no replicas.
@@ -503,10 +556,14 @@ class ReplicaSlots:
         relay.post_rest()  # also on ranks that receive nothing, since all ranks post at the same point
         if received:
             self._wait(relay.wait_received)
+        first = self._rank * self._homes_per_rank
         _add(
             (self.homes.gradient(parameter), part)
             for home, flat in received
-            for parameter, part in zip(layer.homes[home], self._like_parameters(flat), strict=True)
+            for parameter, part, trains in zip(
+                layer.homes[home], layer.gradient_layout.views(flat), layer.trained[first + home], strict=True
+            )
+            if trains
         )
         self._leaving.append(relay)
 

@@ -5,15 +5,20 @@ values and scales. The replica of a quantized parameter consists of the same par
 equals the home parameter bit for bit.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
-__all__ = ["Parameters", "WeightFormat", "WeightLayout"]
+__all__ = ["GradientLayout", "Parameters", "WeightFormat", "WeightLayout", "aligned"]
 
 Parameters = Sequence[torch.Tensor]  # the parameters of one expert, in a fixed order
 
 _ALIGNMENT = 128  # bytes, if a buffer has tensors of several types; matrix products need 16
+
+
+def aligned(size: int) -> int:
+    """Bytes that `size` bytes take in a buffer with tensors of several types."""
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 class WeightFormat:
@@ -46,9 +51,8 @@ class WeightLayout:
         types = [dtype for _, dtype in self._parts]
         alike = len(set(types)) == 1
         self.dtype = types[0] if alike else torch.uint8
-        unit = 1 if alike else _ALIGNMENT
         self._used = [shape.numel() * dtype.itemsize // self.dtype.itemsize for shape, dtype in self._parts]
-        self._sizes = [-(-used // unit) * unit for used in self._used]
+        self._sizes = self._used if alike else [aligned(used) for used in self._used]
         self.size = sum(self._sizes)  # elements of `dtype`
         self.nbytes = self.size * self.dtype.itemsize
 
@@ -71,3 +75,21 @@ class WeightLayout:
             self._format.replica(p, [next(parts) for _ in range(count)])
             for p, count in zip(parameters, self._counts, strict=True)
         ]
+
+
+class GradientLayout:
+    """The layout of an expert's gradients in a flat tensor. Parameters that no expert of the layer trains have none.
+
+    parameters: the parameters of one expert.
+    trained: places in `parameters` of those that some expert of the layer trains.
+    """
+
+    def __init__(self, parameters: Parameters, trained: Collection[int]) -> None:
+        self._shapes = [p.shape if place in trained else None for place, p in enumerate(parameters)]
+        self._numels = [shape.numel() for shape in self._shapes if shape is not None]
+        self.size = sum(self._numels)  # elements
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor | None]:
+        """[parameter] -> its part of `flat`, [size]; None if it is not trained."""
+        pieces = iter(flat.split(self._numels)) if self._numels else iter(())
+        return [None if shape is None else next(pieces).view(shape) for shape in self._shapes]

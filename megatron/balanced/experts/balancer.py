@@ -25,7 +25,7 @@ from balancing.experts.engine.slots import ReplicaSlots
 from balancing.launch import detect_launch
 from megatron.balanced.cpu.device import is_cpu
 from megatron.balanced.experts.events import LayerMilliseconds, layer_event
-from megatron.balanced.experts.exchange import balance_layers, restore_layers
+from megatron.balanced.experts.exchange import balance_layer, moe_layers, restore_layers
 from megatron.balanced.experts.gradients import ExpertChunk
 from megatron.balanced.experts.graphs import captures_iterations, check_kernels, graph_of_iterations
 from megatron.balanced.experts.moe_layer import BalancedMoELayer, place_layers
@@ -38,7 +38,7 @@ from megatron.balanced.experts.planning import (
 )
 from megatron.balanced.experts.quantized_weights import copied_bytes, weight_format
 from megatron.balanced.experts.replay import check_loads, gather_loads
-from megatron.balanced.experts.replicated import home_parameters
+from megatron.balanced.experts.structure import home_parameters, why_no_replicas
 from megatron.balanced.shared.callbacks import HeldBytes, StepCallback, trained
 from megatron.balanced.shared.job import Job
 from megatron.balanced.shared.model_checks import check_model, mark_model
@@ -88,9 +88,6 @@ class ExpertBalancer(StepCallback):
         self._model_config = get_model_config(chunks[0])
         self.config = _fitted(config or ExpertConfig(enabled=True), self._model_config)
         self.chunks, self._machine, self._report, self._reserved = list(chunks), cluster, report, reserved
-        self._layers_of_chunks = [balance_layers([chunk], self.config.replica_slots) for chunk in self.chunks]
-        if not any(gather_objects(any(self._layers_of_chunks), dist.group.WORLD)):  # some stages may have none
-            raise ValueError("no MoE layer of the model is megatron.core's own MoELayer; drop the ExpertBalancer")
         self._iteration = 0
         self._plans: dict[BalancedMoELayer, LayerPlan] = {}  # of the layers on this rank
         self._known: list[torch.Tensor] | None = None  # loads of the next schedule, if `will_route` got them
@@ -103,6 +100,7 @@ class ExpertBalancer(StepCallback):
         self._process_group = duplicate_group(mpu.get_expert_model_parallel_group(), minutes)
         self._hosts = duplicate_group(mpu.get_expert_model_parallel_group(), minutes, on_host=True)  # the same on gloo
         self._cluster = cluster_of(dist.get_process_group_ranks(self._process_group), self._machine)
+        self._layers_of_chunks = self._exchange()
         self._shared = self._agree_on_mode([layers for layers in self._layers_of_chunks if layers])
         planned = self.config
         if self._captures:  # then loads are only submitted when a plan is due
@@ -113,15 +111,26 @@ class ExpertBalancer(StepCallback):
         for position, ddp in enumerate(self.chunks):
             if ddp.ddp_config.overlap_grad_reduce:
                 ddp.start_grad_sync = self._after_backward(position, ddp.start_grad_sync)
-        if self._model_config.grad_sync_func is not None:  # still refers to the functions from before
-            functions = [chunk.start_grad_sync for chunk in self.chunks]
-            several = isinstance(self._model_config.grad_sync_func, list)
-            self._model_config.grad_sync_func = functions if several else functions[0]
+        self._use_grad_sync()
         self._allocate(arrived=False)
         if self._captures:
             check_kernels(self._layers())
         self._use_replicas(False)
         mark_model("ExpertBalancer", chunks)
+
+    def _exchange(self) -> list[list[BalancedMoELayer]]:
+        """[model chunk] -> its MoE layers, which are balanced from now on.
+
+        Raises ValueError on all ranks of the job if there are none, or if experts on some rank cannot have replicas.
+        """
+        plain = [moe_layers(chunk) for chunk in self.chunks]
+        reason = why_no_replicas([item for layers in plain for item in layers.items()], self._hosts)
+        everywhere = gather_objects((any(plain), reason), dist.group.WORLD)  # some stages may have none
+        if reasons := [reason for _, reason in everywhere if reason is not None]:
+            raise ValueError(reasons[0])
+        if not any(has_experts for has_experts, _ in everywhere):
+            raise ValueError("no MoE layer of the model is megatron.core's own MoELayer; drop the ExpertBalancer")
+        return [[balance_layer(layer, self.config.replica_slots) for layer in layers.values()] for layers in plain]
 
     @property
     def trial_name(self) -> str | None:  # type: ignore[override]
@@ -143,6 +152,17 @@ class ExpertBalancer(StepCallback):
         self.release()
         for layers in self._layers_of_chunks:
             restore_layers(layers)
+        self._layers_of_chunks, self._plans = [[] for _ in self.chunks], {}
+        for ddp in self.chunks:
+            vars(ddp).pop("start_grad_sync", None)
+        self._use_grad_sync()
+
+    def _use_grad_sync(self) -> None:
+        """Have the schedules call `start_grad_sync` as the chunks have it now."""
+        if self._model_config.grad_sync_func is not None:
+            functions = [chunk.start_grad_sync for chunk in self.chunks]
+            several = isinstance(self._model_config.grad_sync_func, list)
+            self._model_config.grad_sync_func = functions if several else functions[0]
 
     def _use_replicas(self, active: bool) -> None:
         self._active = active
@@ -189,7 +209,8 @@ class ExpertBalancer(StepCallback):
 
     def layer_arrived(self, layer: Any, chunk: int) -> None:
         """Layers arrive plain. Callbacks after this one may look at the experts of `layer`."""
-        balance_layers([layer], self.config.replica_slots)
+        for moe in moe_layers(layer).values():
+            balance_layer(moe, self.config.replica_slots)
 
     def layers_moved(self) -> None:
         """Allocate the slots of the layers on this rank anew. Called between two steps when layers have moved or have
@@ -218,7 +239,7 @@ class ExpertBalancer(StepCallback):
 
     def _chunk(self, ddp: torch.nn.Module, layers: list[BalancedMoELayer]) -> ExpertChunk:
         share = expert_share(self._job, self._model_config, layers)
-        return ExpertChunk(ddp, layers, self._process_group, self._shared, share)
+        return ExpertChunk(ddp, layers, self._process_group, self._hosts, self._shared, share)
 
     def _agree_on_mode(self, chunks: list[list[BalancedMoELayer]]) -> bool:
         """Whether layers share slots. All ranks agree; the rank with the least free memory decides.

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -17,7 +18,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from balancing.experts.engine.slots import HomeExperts, ReplicaSlots
 from megatron.balanced.experts.moe_layer import BalancedMoELayer
 from megatron.balanced.experts.quantized_weights import weight_format
-from megatron.balanced.experts.replicated import ReplicatedTEGroupedMLP, home_parameters
+from megatron.balanced.experts.structure import home_parameters, is_grouped_linear, owner, trained_parameters
 from megatron.balanced.shared.num_microbatches import get_num_microbatches
 
 __all__ = ["ExpertChunk"]
@@ -25,7 +26,13 @@ __all__ = ["ExpertChunk"]
 
 def _accumulates_fused(experts: torch.nn.Module) -> bool:
     """Whether the GEMMs for weight gradients of `experts` add them to gradient buffers (fused accumulation)."""
-    return isinstance(experts, ReplicatedTEGroupedMLP) and experts.linear_fc1.fuse_wgrad_accumulation
+    return any(is_grouped_linear(module) and module.fuse_wgrad_accumulation for module in experts.modules())
+
+
+def _accumulated(parameter: Any) -> torch.Tensor:
+    """The gradient of a parameter of a home expert, or of its part of a parameter."""
+    gradient: torch.Tensor = owner(parameter).main_grad
+    return gradient[parameter.row.number] if hasattr(parameter, "row") else gradient
 
 
 class ExpertChunk:
@@ -34,7 +41,10 @@ class ExpertChunk:
     ddp: the model chunk, wrapped for data parallelism.
     layers: its MoE layers, in model order, at least one.
     process_group: expert-parallel group, used for nothing else at the same time.
+    hosts: its ranks on gloo.
     shared, expert_share: as in `ReplicaSlots`.
+
+    All ranks of the group make it together.
     """
 
     def __init__(
@@ -42,6 +52,7 @@ class ExpertChunk:
         ddp: torch.nn.Module,
         layers: list[BalancedMoELayer],
         process_group: dist.ProcessGroup,
+        hosts: dist.ProcessGroup,
         shared: bool,
         expert_share: float | None,
     ):
@@ -49,10 +60,15 @@ class ExpertChunk:
         self._holds = True  # whether gradients are held back, and parameters gathered early
         self._waiting: dict[int, dict[torch.nn.Parameter, Callable[[], None]]] = {}
         homes = [home_parameters(layer.experts) for layer in layers]
+        trained = trained_parameters(homes, hosts)
+        for layer, experts, by_expert in zip(layers, homes, trained, strict=True):
+            sizes = np.array([p.numel() for p in experts[0]])
+            layer.trained_share = float(np.mean(np.array(by_expert) @ sizes)) / sizes.sum()
         self.slots = ReplicaSlots(
             HomeExperts(
                 homes,
-                gradient=lambda parameter: parameter.main_grad,
+                gradient=_accumulated,
+                trained=trained,
                 fused=_accumulates_fused(layers[0].experts),
                 format=weight_format(homes[0][0]),
                 final=self._finish_gathers,
@@ -68,10 +84,12 @@ class ExpertChunk:
         for position, layer in enumerate(layers):
             layer.experts.slots, layer.experts.position = self.slots, position
         self._ddp = ddp
+        self._parameters = [[owner(p) for expert in layer for p in expert] for layer in homes]
+        self._trains = [[p.requires_grad for p in layer] for layer in self._parameters]
         self._hooks = self._advance_transfers() if self.slots.turn_by_turn else []
         bucket_of, config = ddp.param_to_bucket_group, ddp.ddp_config
         self._buckets = [
-            {bucket_of[p]: None for expert in layer for p in expert if p in bucket_of} for layer in homes
+            {bucket_of[p]: None for p in layer if p in bucket_of} for layer in self._parameters
         ]  # by layer, in the same order on all ranks
         self._gathers = [*ddp.bucket_groups[-1:], *ddp.expert_parallel_bucket_groups]  # `begin_step` starts them
         self._following: dict[Any, Any] = {}  # bucket group -> the one that Megatron would gather ahead
@@ -82,7 +100,7 @@ class ExpertChunk:
                 self._following[bucket_group] = bucket_group.next_param_gather_bucket_group
             self._gather_ahead(False)
         if config.overlap_grad_reduce:
-            self._position = {p: n for n, layer in enumerate(homes) for expert in layer for p in expert}
+            self._position = {p: n for n, layer in enumerate(self._parameters) for p in layer}
             for bucket_group in {
                 bucket_group: None for layer_buckets in self._buckets for bucket_group in layer_buckets
             }:
@@ -116,16 +134,17 @@ class ExpertChunk:
         self.slots.abandon()
 
     def close(self) -> None:
-        """Remove the hooks on modules. All ranks of the group call it together."""
+        """Remove the hooks on modules, and keep nothing of the slots. All ranks of the group call it together."""
         self.slots.end_abandoned()
         for hook in self._hooks:
             hook.remove()
+        for layer in self.layers:
+            layer.experts.slots, layer.routed = None, None
+            layer.experts.forget_slots()
 
     def take_off(self) -> None:
         """Close, and restore layers and buckets to their state without slots."""
         self.close()
-        for layer in self.layers:
-            layer.experts.slots, layer.routed = None, None
         for bucket_group in {*self._gathers, *(group for layer_buckets in self._buckets for group in layer_buckets)}:
             for name in ("start_param_sync", "register_grad_ready"):
                 vars(bucket_group).pop(name, None)
@@ -183,10 +202,9 @@ class ExpertChunk:
         waiting = self._waiting.pop(position, None)
         if waiting is None:
             return
-        for expert in reversed(self.slots.homes.parameters[position]):
-            for parameter in reversed(expert):
-                if parameter in waiting:
-                    waiting.pop(parameter)()
+        for parameter in reversed(self._parameters[position]):
+            if parameter in waiting:
+                waiting.pop(parameter)()
         assert not waiting
 
     def leave_out(self) -> None:
@@ -195,7 +213,16 @@ class ExpertChunk:
         self._gather_ahead(True)
 
     def begin_step(self) -> None:
-        """Begin an iteration with replicas."""
+        """Begin an iteration with replicas.
+
+        Raises ValueError if a loop has frozen a parameter since the slots were made, or has begun to train one.
+        """
+        for layer, parameters, trains in zip(self.layers, self._parameters, self._trains, strict=True):
+            if not layer.frozen and [p.requires_grad for p in parameters] != trains:
+                raise ValueError(
+                    f"the experts of layer {layer.index} were frozen, or are trained again, while they have replicas; "
+                    "call release() of the ExpertBalancer before, and restore() after"
+                )
         self._holds = True
         self._gather_ahead(False)
         if self._gathers_ahead():

@@ -21,7 +21,7 @@ from balancing.experts.placement import ReplicaPlacement, contiguous_homes
 from balancing.experts.split.placed_split import PlacedSplit, SplitTables, kernels_split, place_all
 from megatron.balanced.cpu.device import is_cpu
 from megatron.balanced.experts.known_counts import known_counts, takes_known_counts
-from megatron.balanced.experts.replicated import on_backward
+from megatron.balanced.experts.replicated import later, on_backward
 from megatron.balanced.shared.recompute import Replays
 from megatron.balanced.shared.tail import layer_index
 
@@ -61,6 +61,7 @@ class BalancedMoELayer(MoELayer):
         """Add the attributes that Megatron's layer does not have. slots: number of replicas that a rank can hold."""
         self.slots = slots
         self.frozen = False  # runs forward only, without gradients
+        self.trained_share = 1.0  # of the parameters of the group's experts
         width = self.num_local_experts + slots
         config = copy.copy(self.config)
         config.num_moe_experts = self.ep_group.size() * width
@@ -147,7 +148,7 @@ class BalancedMoELayer(MoELayer):
         dispatched, *rest = self._preprocess(hidden_states, probs, routing_map)
         if self.training and self.active:
             # The token all-to-all comes next; in a backward pass it has just ended.
-            dispatched = on_backward(dispatched, self._begin_compute)
+            dispatched = on_backward(dispatched, later(self, "_begin_compute"))
         return dispatched, *rest
 
     def _begin_compute(self) -> None:

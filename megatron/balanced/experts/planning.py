@@ -6,6 +6,7 @@ them, so that planning does not delay the thread that launches kernels. Plans ar
 ranks of an expert-parallel group make the same ones; `check_same_plans` verifies it.
 """
 
+import dataclasses
 import hashlib
 import time
 from collections.abc import Callable
@@ -263,12 +264,14 @@ def _on_host(loads: list[Any]) -> Callable[[], np.ndarray]:
 def _expert_shape(layer: BalancedMoELayer) -> ExpertShape:
     """Size of the part of an expert that one tensor-parallel rank holds and sends."""
     config = layer.config
-    return ExpertShape(
+    shape = ExpertShape(
         hidden=config.moe_latent_size or config.hidden_size,
         ffn_hidden=config.moe_ffn_hidden_size // layer.token_dispatcher.tp_size,
         bytes_per_parameter=torch.tensor([], dtype=config.params_dtype).element_size(),
         gated=config.gated_linear_unit,
     )
+    # Frozen parameters have no gradients to return.
+    return dataclasses.replace(shape, gradient_bytes=shape.gradient_bytes * layer.trained_share)
 
 
 def _attention_flops(job: Job, model: TransformerConfig) -> float:

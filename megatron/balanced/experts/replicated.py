@@ -7,20 +7,24 @@ without a copy. Slots are not parameters, so they are in no optimizer, checkpoin
 Padding and quantization, activations and their recomputation, and fused accumulation of gradients are Megatron-LM's.
 """
 
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 
 from balancing.experts.engine.slots import ReplicaSlots
+from megatron.balanced.experts.structure import is_grouped_linear, is_packed
 
 __all__ = [
     "ReplicatedExperts",
     "ReplicatedSequentialMLP",
     "ReplicatedTEGroupedMLP",
-    "home_parameters",
+    "later",
     "on_backward",
+    "with_further_experts",
 ]
 
 
@@ -51,25 +55,22 @@ def on_backward(hidden: torch.Tensor, act: Callable[[], object]) -> torch.Tensor
     return hidden
 
 
+def later(module: torch.nn.Module, method: str, *args: Any) -> Callable[[], None]:
+    """Calls a method of `module`, which it does not keep alive. Tensors that outlive a step hold its graph, and through
+    it what is called in its backward pass, where Python's collector does not see it."""
+    owner = weakref.ref(module)
+
+    def act() -> None:
+        module = owner()
+        assert module is not None, "a backward pass through a module that is gone"
+        getattr(module, method)(*args)
+
+    return act
+
+
 def at_once(act: Callable[[], None]) -> None:
     """Call `act`."""
     act()
-
-
-def home_parameters(experts: torch.nn.Module) -> list[list[torch.nn.Parameter]]:
-    """[home expert] -> its parameters. experts: of an MoE layer with replicas."""
-    if isinstance(experts, TEGroupedMLP):
-        return [_parameters_of(experts, number) for number in range(experts.num_local_experts)]
-    return [list(expert.parameters()) for expert in experts.local_experts]
-
-
-def _parameters_of(experts: TEGroupedMLP, number: int) -> list[Any]:
-    return [
-        getattr(linear, f"{kind}{number}")
-        for linear in (experts.linear_fc1, experts.linear_fc2)
-        for kind in ("weight", "bias")
-        if kind == "weight" or linear.use_bias
-    ]
 
 
 def _twin[Module: torch.nn.Module](module: Module, **changes: Any) -> Module:
@@ -79,11 +80,73 @@ def _twin[Module: torch.nn.Module](module: Module, **changes: Any) -> Module:
     return twin
 
 
-def _with_weights(module: torch.nn.Module, weights: Iterator[torch.Tensor]) -> torch.nn.Module:
-    """A twin of `module` and its submodules with other weights, in the order of `parameters()`."""
-    parameters = {name: None if own is None else next(weights) for name, own in module._parameters.items()}
-    modules = {name: None if own is None else _with_weights(own, weights) for name, own in module._modules.items()}
+def with_further_experts(experts: Any, replicas: Sequence[Sequence[torch.Tensor]]) -> Any:
+    """A twin of the experts of an MoE layer with further experts.
+
+    replicas: [further expert] -> its parameters, in the order of `home_parameters`.
+    """
+    if isinstance(experts, TEGroupedMLP):
+        return _with_further_weights(experts, replicas)
+    homes, own = list(experts.local_experts), list(experts.local_experts[0].parameters())
+    further = [_with_parameters(homes[0], dict(zip(own, replica, strict=True))) for replica in replicas]
+    by_place = {str(place): expert for place, expert in enumerate([*homes, *further])}
+    modules = experts._modules | {"local_experts": _twin(experts.local_experts, _modules=by_place)}
+    return _twin(experts, _modules=modules, num_local_experts=len(by_place))
+
+
+def _with_parameters(module: torch.nn.Module, of_replica: dict[Any, torch.Tensor]) -> Any:
+    """A twin of `module` and its submodules with other parameters. of_replica: parameter -> the one in its place."""
+    parameters = {name: None if own is None else of_replica[own] for name, own in module._parameters.items()}
+    modules = {
+        name: None if own is None else _with_parameters(own, of_replica) for name, own in module._modules.items()
+    }
     return _twin(module, _parameters=parameters, _modules=modules)
+
+
+def _with_further_weights(experts: TEGroupedMLP, replicas: Sequence[Sequence[torch.Tensor]]) -> Any:
+    """A twin of grouped experts whose linear layers, and adapters of these, have the parameters of `replicas` too."""
+    total = experts.num_local_experts + len(replicas)
+    parts = [iter(replica) for replica in replicas]  # in the order of `home_parameters`
+    pairs: list[tuple[Any, Any]] = []  # of modules and their twins
+
+    def extend(module: Any) -> Any:
+        changes: dict[str, Any] = {}
+        if is_grouped_linear(module):
+            for place, replica in enumerate(parts, experts.num_local_experts):
+                changes[f"weight{place}"] = next(replica)
+                changes[f"bias{place}"] = next(replica) if module.use_bias else module.bias0
+            changes |= {
+                "num_gemms": total,
+                # Quantizers are made for each weight, at the first use.
+                "fp8_initialized": False,
+                "fp8_meta_tensors_initialized": False,
+                "fp8_meta": {"fp8_checkpoint": False, "fp8_group": None},
+                "quantizers": {"scaling_fwd": [], "scaling_bwd": []},
+            }
+        elif is_packed(module):
+            changes = {"_parameters": {}, "further": [next(replica) for replica in parts]}
+        if "num_local_experts" in vars(module):
+            changes["num_local_experts"] = total
+        submodules = {name: None if own is None else extend(own) for name, own in module._modules.items()}
+        pairs.append((module, _twin(module, _modules=submodules, **changes)))
+        return pairs[-1][1]
+
+    modules = dict(experts._modules)
+    for name, module in experts._modules.items():
+        if name in ("quantization_padding", "quantization_unpadding"):
+            padding: Any = module
+            modules[name] = type(padding)(total, align_size=padding.align_size)
+        elif module is not None:
+            modules[name] = extend(module)
+    _pack(pairs)
+    return _twin(experts, _modules=modules, num_local_experts=total, _fused_ops=None, _pairs=pairs)
+
+
+def _pack(pairs: Iterable[tuple[Any, Any]]) -> None:
+    """Join parameters that pack those of all home experts with those of replicas, for the next pass."""
+    for module, twin in pairs:
+        if is_packed(module):
+            vars(twin)["weight"] = torch.cat([module.weight, torch.stack(twin.further)])
 
 
 class ReplicatedExperts(torch.nn.Module):
@@ -111,6 +174,12 @@ class ReplicatedExperts(torch.nn.Module):
     def prepare(self) -> None:
         """Called once, when the experts of a finished model get replicas."""
         self.ends_after_backward_dw = self.config.delay_wgrad_compute
+        self._twins = {}
+
+    def forget_slots(self) -> None:
+        """Keep nothing of the slots that replicas were in last."""
+        self._bound = None
+        self._twins.clear()
 
     def forward(
         self,
@@ -131,7 +200,7 @@ class ReplicatedExperts(torch.nn.Module):
             return super().forward(hidden, tokens_per_expert, permuted_probs, *buffers)
         # A backward pass reaches the output before the experts, and `hidden` after them.
         if not self.ends_after_backward_dw:
-            hidden = on_backward(hidden, lambda: self.when_computed(lambda: self._end_pass(slots)))
+            hidden = on_backward(hidden, later(self, "_pass_ends"))
         if not slots.is_used(position):
             return super().forward(hidden, tokens_per_expert, permuted_probs, *buffers)
         experts = self.with_slots(slots)
@@ -139,7 +208,7 @@ class ReplicatedExperts(torch.nn.Module):
             slots.acquire(position, forward=True)
         counts = tokens_per_expert[: experts.num_local_experts]  # the slots behind are empty
         output, bias = experts.run(hidden, counts, permuted_probs, *buffers)
-        return on_backward(output, lambda: self._begin_pass(slots, holds_none=experts is self)), bias
+        return on_backward(output, later(self, "_begin_pass", experts is self)), bias
 
     def run(self, *inputs: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run the experts of this module, as Megatron-LM does."""
@@ -152,7 +221,8 @@ class ReplicatedExperts(torch.nn.Module):
         if not number:
             return self
         if self._bound is not slots:
-            self._bound, self._twins = slots, {}
+            self.forget_slots()
+            self._bound = slots
         if number not in self._twins:
             self._twins[number] = self._bind(slots, number)
         return self._twins[number]
@@ -170,31 +240,38 @@ class ReplicatedExperts(torch.nn.Module):
         (`--delay-wgrad-compute`)."""
         self.compute_weight_gradients()
         if self.slots is not None and self.active and self.ends_after_backward_dw:
-            self._end_pass(self.slots)
+            self._end_pass()
 
     def compute_weight_gradients(self) -> None:
         """Compute the weight gradients that the backward pass has left out."""
         raise NotImplementedError
 
-    def _begin_pass(self, slots: ReplicaSlots, holds_none: bool) -> None:
+    def _begin_pass(self, holds_none: bool) -> None:
         """A backward pass comes to the experts. holds_none: whether this rank holds no replica of the layer."""
-        slots.acquire(self.position, forward=False)
+        assert self.slots is not None
+        self.slots.acquire(self.position, forward=False)
         if holds_none and self._returns_early:
-            self.return_gradients(slots)  # those of other ranks' replicas, at the point where these send them
+            self.return_gradients()  # those of other ranks' replicas, at the point where these send them
 
     @property
     def _returns_early(self) -> bool:
         """Whether gradients of replicas return before the home experts compute theirs."""
         return self.runs_one_by_one and not self.ends_after_backward_dw
 
-    def return_gradients(self, slots: ReplicaSlots) -> None:
+    def return_gradients(self) -> None:
         """The gradients of replicas are there, or will be when those that the backward pass has left out are."""
-        self.when_computed(lambda: slots.accumulate_gradients(self.position))
+        assert self.slots is not None
+        self.when_computed(partial(self.slots.accumulate_gradients, self.position))
 
-    def _end_pass(self, slots: ReplicaSlots) -> None:
-        if slots.is_used(self.position) and not self._returns_early:
-            slots.accumulate_gradients(self.position)
-        slots.end_pass(self.position)
+    def _pass_ends(self) -> None:
+        """A backward pass has left the experts."""
+        self.when_computed(self._end_pass)
+
+    def _end_pass(self) -> None:
+        assert self.slots is not None
+        if self.slots.is_used(self.position) and not self._returns_early:
+            self.slots.accumulate_gradients(self.position)
+        self.slots.end_pass(self.position)
 
 
 class ReplicatedSequentialMLP(ReplicatedExperts, SequentialMLP):
@@ -218,38 +295,36 @@ class ReplicatedSequentialMLP(ReplicatedExperts, SequentialMLP):
         return slots.held(self.position)
 
     def _bind(self, slots: ReplicaSlots, number: int) -> Any:
-        homes, position = list(self.local_experts), self.position
-        replicas = [_with_weights(homes[0], iter(leaves)) for leaves in slots.leaves(position)[:number]]
-        run = replicas[0].forward
+        twin = with_further_experts(self, slots.leaves(self.position)[:number])
+        experts = twin.local_experts._modules
+        first = str(self.num_local_experts)
+        run, position = experts[first].forward, self.position
+        returns = later(self, "return_gradients") if self._returns_early else None
 
         def forward(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             slots.acquire(position, forward=True)
-            if self._returns_early:
+            if returns is not None:
                 # A backward pass comes to the first replica after the others, and before the home experts. A hook on
                 # `hidden`, which was split off from the tokens of all, would wait for all.
-                hidden = _OnBackward.apply(hidden, lambda: self.return_gradients(slots))
+                hidden = _OnBackward.apply(hidden, returns)
             return run(hidden, *args, **kwargs)
 
-        replicas[0] = _twin(replicas[0], forward=forward)
-        experts = {str(place): expert for place, expert in enumerate([*homes, *replicas])}
-        modules = self._modules | {"local_experts": _twin(self.local_experts, _modules=experts)}
-        return _twin(self, _modules=modules, num_local_experts=len(experts))
+        experts[first] = _twin(experts[first], forward=forward)
+        return twin
 
 
 class ReplicatedTEGroupedMLP(ReplicatedExperts, TEGroupedMLP):
     """Transformer Engine's grouped experts, followed by the replicas in the slots."""
 
-    _homes: "tuple[ReplicatedTEGroupedMLP] | None" = None  # of a module with slots; in a tuple: no submodule
+    _pairs: Sequence[tuple[Any, Any]] = ()  # of a twin: the modules of home experts, and those with replicas
 
     def run(self, *inputs: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if self._homes is None:
-            return super().run(*inputs)
-        linears = [(getattr(self._homes[0], name), getattr(self, name)) for name in ("linear_fc1", "linear_fc2")]
-        for linear, twin in linears:
-            twin.is_first_microbatch = linear.is_first_microbatch
+        _pack(self._pairs)
+        for module, twin in self._pairs:
+            _copy_first(module, twin)
         result = super().run(*inputs)
-        for linear, twin in linears:
-            linear.is_first_microbatch = twin.is_first_microbatch
+        for module, twin in self._pairs:
+            _copy_first(twin, module)
         return result
 
     def compute_weight_gradients(self) -> None:
@@ -261,27 +336,10 @@ class ReplicatedTEGroupedMLP(ReplicatedExperts, TEGroupedMLP):
         return slots.slots if slots.held(self.position) else 0  # always all: each module quantizes its weights anew
 
     def _bind(self, slots: ReplicaSlots, number: int) -> Any:
-        homes = self.num_local_experts
-        leaves = [iter(replica) for replica in slots.leaves(self.position)]
-        modules = dict(self._modules)
-        for name in ("linear_fc1", "linear_fc2"):
-            linear: Any = self._modules[name]
-            further = {}
-            for place, parts in enumerate(leaves, homes):  # in the order of `_parameters_of`
-                further[f"weight{place}"] = next(parts)
-                further[f"bias{place}"] = next(parts) if linear.use_bias else linear.bias0
-            modules[name] = _twin(
-                linear,
-                **further,
-                num_gemms=homes + number,
-                # Quantizers are made for each weight, at the first use.
-                fp8_initialized=False,
-                fp8_meta_tensors_initialized=False,
-                fp8_meta={"fp8_checkpoint": False, "fp8_group": None},
-                quantizers={"scaling_fwd": [], "scaling_bwd": []},
-            )
-        for name in ("quantization_padding", "quantization_unpadding"):
-            if name in modules:
-                padding: Any = modules[name]
-                modules[name] = type(padding)(homes + number, align_size=padding.align_size)
-        return _twin(self, _modules=modules, num_local_experts=homes + number, _fused_ops=None, _homes=(self,))
+        return with_further_experts(self, slots.leaves(self.position)[:number])
+
+
+def _copy_first(module: Any, twin: Any) -> None:
+    """Let `twin` know what `module` knows: whether the micro-batch is the first, for which weights are quantized."""
+    if hasattr(module, "is_first_microbatch"):
+        twin.is_first_microbatch = module.is_first_microbatch
