@@ -29,10 +29,14 @@ def moe_layers(chunk: torch.nn.Module) -> dict[str, MoELayer]:
 
 def balance_layer(layer: MoELayer, slots: int) -> BalancedMoELayer:
     """Make one layer of Megatron-LM dispatch to replicas, in `slots` slots a rank."""
+    experts = layer.experts
+    plain = {*vars(layer)}, {*vars(experts)}
     layer.__class__ = BalancedMoELayer
-    layer.experts.__class__ = _BALANCED.get(type(layer.experts), type(layer.experts))
-    layer.experts.prepare()
+    experts.__class__ = _BALANCED.get(type(experts), type(experts))
+    experts.prepare()
     layer.prepare(slots)
+    layer.added = {*vars(layer), "added", "trained_share"} - plain[0]
+    experts.added = {*vars(experts), "added", "slots", "position", "active", "when_computed"} - plain[1]
     return layer
 
 
@@ -41,5 +45,8 @@ def restore_layers(layers: Iterable[BalancedMoELayer]) -> None:
     plain = {balanced: own for own, balanced in _BALANCED.items()}
     for layer in layers:
         layer.active = False
-        layer.__class__ = MoELayer
-        layer.experts.__class__ = plain[type(layer.experts)]
+        layer.experts.restore()
+        for module, kind in ((layer.experts, plain[type(layer.experts)]), (layer, MoELayer)):
+            for name in module.added:
+                vars(module).pop(name, None)
+            module.__class__ = kind

@@ -139,8 +139,7 @@ class ExpertChunk:
         for hook in self._hooks:
             hook.remove()
         for layer in self.layers:
-            layer.experts.slots, layer.routed = None, None
-            layer.experts.forget_slots()
+            layer.forget_slots()
 
     def take_off(self) -> None:
         """Close, and restore layers and buckets to their state without slots."""

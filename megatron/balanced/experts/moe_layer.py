@@ -81,6 +81,7 @@ class BalancedMoELayer(MoELayer):
         )
         if self._fixed_experts:
             self._physical.dispatch_postprocess = self._hides_empty_slots(self._physical.dispatch_postprocess)
+        self._before_passes = dict(vars(self._physical))
         # Megatron-LM's dispatcher gathers counts of what each rank sends, unless padding comes in between.
         self._gathers_counts = (
             takes_known_counts()
@@ -139,6 +140,15 @@ class BalancedMoELayer(MoELayer):
         self.loads.clear()
         self.served.clear()
         self._splits.clear()
+
+    def forget_slots(self) -> None:
+        """Keep nothing of slots that are freed, nor of the passes that used them: a dispatcher keeps its last one."""
+        self.forget_passes()
+        self.routed = self._in_use = None
+        self.experts.slots = None
+        self.experts.forget_slots()
+        vars(self._physical).clear()
+        vars(self._physical).update(self._before_passes)
 
     def place(self, placement: ReplicaPlacement) -> None:
         """Split later micro-batches over `placement`."""

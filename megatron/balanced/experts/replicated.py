@@ -176,6 +176,9 @@ class ReplicatedExperts(torch.nn.Module):
         self.ends_after_backward_dw = self.config.delay_wgrad_compute
         self._twins = {}
 
+    def restore(self) -> None:
+        """Undo what `prepare` has changed, when the experts become Megatron-LM's own again."""
+
     def forget_slots(self) -> None:
         """Keep nothing of the slots that replicas were in last."""
         self._bound = None
@@ -284,9 +287,13 @@ class ReplicatedSequentialMLP(ReplicatedExperts, SequentialMLP):
         super().prepare()
         # Fused accumulation adds a weight's gradient to its data-parallel buffer, which a replica does not have. So
         # these experts return their gradients to autograd. The rest of the model keeps the fusion.
-        for linear in self.modules():
-            if getattr(linear, "gradient_accumulation_fusion", False):
-                linear.gradient_accumulation_fusion = False
+        self._fused = [module for module in self.modules() if getattr(module, "gradient_accumulation_fusion", False)]
+        for linear in self._fused:
+            linear.gradient_accumulation_fusion = False
+
+    def restore(self) -> None:
+        for linear in self._fused:
+            linear.gradient_accumulation_fusion = True
 
     def compute_weight_gradients(self) -> None:
         """Nothing is left out: linear layers of megatron.core compute theirs in the backward pass."""
