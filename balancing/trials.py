@@ -4,9 +4,14 @@ A balancer changes no number of the training, so a step may run without it. A ro
 consecutive steps. In each block every combination of balancers on and off runs once, in a drawn order, so that what
 drifts over the run falls on all of them alike. With one balancer a block is a pair of steps; with two it has four, and
 gives two pairs for each (a full factorial design). The gain of a balancer is the median over pairs of the seconds
-without it over those with it. Its interval is that of the sign test, which holds for any distribution of noise, and
-which one slow step cannot move far. If a balancer is off, one step with all of them comes before a round, since some
-plan from what they see in the step before, such as the load of experts.
+without it over those with it. Its interval is the narrower one of two. That of the sign test cannot be moved far by a
+slow step. That of the signed-rank test needs fewer pairs; it holds since the order in a pair is drawn, so that noise
+moves a ratio up as often as down. If a balancer is off, one step with all of them comes before a round, since some plan
+from what they see in the step before, such as the load of experts.
+
+Every job of 50 steps or more has decided by its step 30. A balancer is left out in at most 10 steps of this first
+round. If it pays, that loses its gain for 10 steps. If it does not, a job of N steps that did not look would lose as
+much in N - 30 of them. Later rounds, and the first, take at most 1 % of all steps of a long job together.
 
 `TrialSchedule` says which steps are trials, and of what; it is known before the run. `Trials` takes the seconds of
 steps, and decides. It communicates with nobody: ranks that give it the same seconds decide alike.
@@ -26,9 +31,11 @@ __all__ = [
     "ClockGain", "LeftOut", "Pair", "TrialConfig", "TrialSchedule", "Trials", "Verdict", "median_gain", "product",
 ]  # fmt: skip
 
-_CONFIDENCE = 0.95
-_WARM_UP = 20  # steps before the first round
-_FEWEST = 6  # pairs without which there is no interval, and no first round
+_KEPT = 0.975  # by each of two tests
+_WARM_UP = 8  # steps before the first round
+_FIRST_ENDS = 30  # steps, of which the first round is a part
+_SHORTEST = 50  # steps of a job that has trials
+_FEWEST = 7  # pairs without which there is no interval, and no first round
 _RECENT = 10  # pairs that a decision looks back at
 
 
@@ -38,13 +45,16 @@ class TrialConfig:
 
     pairs: int = setting(
         10,
-        "Pairs of steps with and without each balancer in the first round of trials. A balancer that makes steps "
-        "longer is switched off, and tried again later. 0: no trials; balancers stay on.",
+        "Pairs of steps with and without each balancer in a round of trials; the first one ends by step 30. A balancer "
+        "that makes steps longer is switched off, and tried again later. 0: no trials; balancers stay on.",
         least=0,
     )
     interval: int = setting(1000, "Steps from one round of trials to the next.", least=100)
     share: float = setting(
-        0.01, "Most steps that trials may run otherwise than decided, as a share of all steps.", above=0, most=1
+        0.01,
+        "Most steps that rounds after the first may run otherwise than decided, as a share of all.",
+        above=0,
+        most=1,
     )
     steps: int = setting(
         0,
@@ -61,7 +71,7 @@ class TrialConfig:
 @dataclass(frozen=True)
 class ClockGain:
     """Seconds of a step without a balancer over those with it: the median of `pairs` pairs, and its interval. Above 1
-    the balancer makes steps shorter. With fewer than 6 pairs the interval is unknown: 0 to infinity."""
+    the balancer makes steps shorter. With fewer than 7 pairs the interval is unknown: 0 to infinity."""
 
     ratio: float
     low: float
@@ -114,20 +124,33 @@ class Verdict:
 def median_gain(ratios: Sequence[float]) -> ClockGain | None:
     """The median of ratios and its interval; None without any.
 
-    The interval lies between the k-th smallest and the k-th largest ratio, with the largest k for which the sign test
-    keeps 95 % (Conover, Practical Nonparametric Statistics, section 3.2).
+    Both tests keep 97.5 %, so that what both keep holds in 95 %. The interval of the sign test lies between the k-th
+    smallest and the k-th largest ratio, that of the signed-rank test between the k-th smallest and largest mean of two
+    ratios, or of one with itself (Conover, Practical Nonparametric Statistics, sections 3.2 and 5.7).
     """
     if not len(ratios):
         return None
     values = np.sort(np.log(np.asarray(ratios, dtype=float)))  # whose median is that of the inverse ratios, too
-    number, tail, outside = len(values), 0.0, 0
-    while (tail := tail + math.comb(number, outside) / 2**number) <= (1 - _CONFIDENCE) / 2:
-        outside += 1
-    ratio = float(np.exp(np.median(values)))
-    if not outside:
-        return ClockGain(ratio, 0.0, math.inf, number)
-    low, high = np.exp(values[[outside - 1, number - outside]]).tolist()
-    return ClockGain(ratio, low, high, number)
+    number = len(values)
+    means = np.sort((values[:, None] + values)[np.triu_indices(number)] / 2)
+    signs = np.array([math.comb(number, positive) for positive in range(number + 1)], dtype=float)
+    ranks = np.ones(1)  # [sum of ranks] -> sets of ranks
+    for rank in range(1, number + 1):
+        ranks = np.pad(ranks, (0, rank)) + np.pad(ranks, (rank, 0))
+    middle = float(np.median(values))
+    low, high = -math.inf, math.inf
+    for ordered, outcomes in ((values, signs), (means, ranks)):
+        if outside := _outside(outcomes):
+            low, high = max(low, ordered[outside - 1]), min(high, ordered[-outside])
+    return ClockGain(*np.exp([middle, min(low, middle), max(high, middle)]).tolist(), number)
+
+
+def _outside(counts: np.ndarray) -> int:
+    """How many values from the smallest lie outside of an interval that keeps 97.5 %.
+
+    counts: [value of the test's statistic] -> number of equally likely outcomes.
+    """
+    return int(np.searchsorted(np.cumsum(counts / counts.sum()), (1 - _KEPT) / 2, side="right"))
 
 
 class TrialSchedule:
@@ -191,13 +214,16 @@ class TrialSchedule:
         until = (number + 1) * self._interval
         if self._steps is not None:
             until = min(until, self._steps - self._first)
+        if number == 0:
+            fitting = (_FIRST_ENDS - self._warm_up) // self.length
+            blocks = min(math.ceil(self._config.pairs / (self.length // 2)), fitting)
+            return blocks if until >= _SHORTEST and blocks * (self.length // 2) >= _FEWEST else 0
         blocks = math.ceil(self._config.pairs / (self.length // 2))
         changed = self.length - 1  # steps of a block that run otherwise than decided
         left = int(self._config.share * until + 1e-9) - self._spent - lead
         blocks = max(0, min(blocks, left // changed))
-        enough = blocks * (self.length // 2) >= _FEWEST or number > 0
         fits = self._warm_up + blocks * self.length <= until - number * self._interval
-        return blocks if enough and fits else 0
+        return blocks if fits else 0
 
     def _place(self, iteration: int) -> tuple[int, int]:
         """The round of `iteration`, and the steps since its first trial."""
@@ -257,6 +283,8 @@ class Trials:
     delays: balancer -> steps from a decision until it takes effect, for balancers that prepare steps in advance.
     switched: one number for each balancer, 0 at first: when it was last switched, as `LeftOut` reads it. Other
         processes may read it, too.
+    can_gain: whether balance can make steps shorter here. If ranks share cores or a device, the sum of their work
+        counts, whoever does it, so that a balancer is on only if trials have shown a gain.
 
     `pairs` are those so far by balancer, "together" of all that steps leave out if there are several, and "layers" of
     steps before and after moves.
@@ -267,7 +295,9 @@ class Trials:
         schedule: TrialSchedule,
         delays: Mapping[str, int] | None = None,
         switched: MutableSequence[int] | None = None,
+        can_gain: bool = True,
     ) -> None:
+        self.can_gain = can_gain
         self.schedule, self.names, self._delays = schedule, schedule.names, delays or {}
         self._switched = [0] * len(self.names) if switched is None else switched
         self.pairs: dict[str, list[Pair]] = {name: [] for name in self.names}
@@ -350,7 +380,7 @@ class Trials:
             if gain is None:
                 continue
             was_on = int(self._switched[bit]) <= 0
-            is_on = gain.high >= 1 if was_on else gain.low > 1
+            is_on = gain.high >= 1 if was_on and self.can_gain else gain.low > 1
             if is_on != was_on:
                 begins = iteration + 1 + self._delays.get(name, 0)
                 self._switched[bit] = -begins - 1 if is_on else begins + 1

@@ -18,6 +18,7 @@ from balancing.report import event
 from balancing.trials import ClockGain, LeftOut, Pair, TrialConfig, Trials, TrialSchedule
 from megatron.balanced.cpu.device import is_cpu
 from megatron.balanced.shared.callbacks import StepCallback
+from megatron.balanced.shared.shares import what_ranks_share
 
 __all__ = ["StepTrials"]
 
@@ -68,6 +69,7 @@ class StepTrials(StepCallback):
         self._set_aside, self._report, self._stop_after = set_aside, report, stop_after
         self._record = {} if record is None else record
         self._trials: Trials | None = None
+        self._shared: str | None = None  # what ranks share; None before the first step
         self._balancers: dict[str, StepCallback] = {}
         self._switched = torch.zeros(0, dtype=torch.int64)
         self._clock = CpuClock() if is_cpu() else CudaClock()
@@ -81,6 +83,15 @@ class StepTrials(StepCallback):
 
     def begin_step(self, iteration: int, config: Any) -> None:
         trials = self._start(iteration)
+        if self._shared is None:
+            self._shared = what_ranks_share() or ""
+            trials.can_gain = not self._shared
+            if self._shared and self._balancers and not dist.get_rank():
+                print(
+                    f"> {self._shared}: balance cannot make steps shorter here, since the sum of the work counts; a "
+                    "balancer stays on only if trials show a gain",
+                    flush=True,
+                )
         self._iteration, left_out = iteration, trials.left_out(iteration)
         for name, balancer in self._balancers.items():
             balancer.left_out = name in left_out
