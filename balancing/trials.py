@@ -142,7 +142,8 @@ def median_gain(ratios: Sequence[float]) -> ClockGain | None:
     for ordered, outcomes in ((values, signs), (means, ranks)):
         if outside := _outside(outcomes):
             low, high = max(low, ordered[outside - 1]), min(high, ordered[-outside])
-    return ClockGain(*np.exp([middle, min(low, middle), max(high, middle)]).tolist(), number)
+    ratio, least, most = np.exp([middle, min(low, middle), max(high, middle)]).tolist()
+    return ClockGain(ratio, least, most, number)
 
 
 def _outside(counts: np.ndarray) -> int:
