@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 WAYS_OUT = re.compile(
-    r"; (use|drop|wrap|call|close|make|set|switch|leave|pad|pass)|use at most|close\(\) its Balancers"
+    r"; (use|drop|wrap|call|close|make|set|switch|leave|pad|pass|add)|use at most|close\(\) its Balancers"
 )
 
 
@@ -117,7 +117,7 @@ EXPECTED = {
     "group": "process group ep has ranks",
     "slots": "8 experts over 2 expert-parallel ranks leave 4 on other ranks; use at most 4",
     "no experts": "the model has no experts; drop the ExpertBalancer",
-    "linears": "experts of class SequentialMLP",
+    "linears": "a parameter of decoder.layers.0.mlp.experts trains and is in no gradient buffer",
     "offload": "optimizer_cpu_offload=True: it keeps optimizer state on the host; use use_distributed_optimizer",
     "main parameters": "main_params_dtype=fp16",
     "torch's optimizer": "optimizer of class Adam; use get_megatron_optimizer",
