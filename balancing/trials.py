@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from balancing.settings import check_settings, setting
+from balancing.settings import SettingError, check_settings, setting
 
 __all__ = [
     "ClockGain", "LeftOut", "Pair", "TrialConfig", "TrialSchedule", "Trials", "Verdict", "median_gain", "product",
@@ -166,7 +166,8 @@ class TrialSchedule:
         trials.
     seed: of the order of steps in blocks.
 
-    Raises ValueError for more than three names: a block of all combinations would be too long.
+    Raises ValueError for more than three names: a block of all combinations would be too long. Raises SettingError if a
+    run of trials alone would have no pair of steps to compare.
     """
 
     def __init__(
@@ -187,6 +188,13 @@ class TrialSchedule:
         self._interval = config.steps or config.interval  # a run of trials has one round
         self._rounds: list[int] = []  # blocks of each round so far
         self._spent = 0  # steps that these rounds may run otherwise than decided
+        if config.steps and not names:
+            why = "has nothing to try: no balancer of this run can be left out of a step; drop it"
+            raise SettingError("--balance-trial", config.steps, why)
+        if config.steps and self._blocks(0) < 1:
+            fewest = self._warm_up + self.length
+            why = f"is too short to run steps with and without {' and '.join(names)}; use at least {fewest}"
+            raise SettingError("--balance-trial", config.steps, why)
 
     @property
     def length(self) -> int:

@@ -20,6 +20,7 @@ from megatron.balanced.observe.trials import StepTrials
 from megatron.balanced.sequences.balancer import SequenceBalancer
 from megatron.balanced.shared.callbacks import Callbacks, StepCallback
 from megatron.balanced.shared.counters import keep_counters_exact
+from megatron.balanced.shared.loss_scale import share_loss_scale
 from megatron.balanced.shared.model_checks import unmark_model
 from megatron.balanced.shared.num_microbatches import schedule_of
 
@@ -74,8 +75,10 @@ class Balancers:
                 return forward_backward_func(*args, **kwargs)
             if self._before is not None:
                 self._before(kwargs)
+            config = get_model_config(_first(kwargs["model"]))
+            share_loss_scale(config.grad_scale_func)
             with schedule_of(kwargs["num_microbatches"]), self._balancers.may_fail():
-                self._balancers.begin_step(self._schedules, get_model_config(_first(kwargs["model"])))
+                self._balancers.begin_step(self._schedules, config)
                 result = self._balancers.within(forward_backward_func)(*args, **kwargs)
                 self._balancers.end_step()
             self._schedules += 1

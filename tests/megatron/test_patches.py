@@ -31,6 +31,9 @@ NEEDS = {
 # With these no other flags of the table work: graphs, which command lines have with Transformer Engine alone.
 GRAPHS = "--balance-layers --pipeline-model-parallel-size 2"
 
+# Not in bf16, which is in the table.
+HALF = "--fp16 --num-experts 4 --swiglu --disable-bias-linear --expert-model-parallel-size 2"
+
 # Not with messages of experts overlapped, which are in the table. Two rows, of whose targets this is a part.
 PREDICTED = "--balance-sequences --dataloader-inter-document-masking --attention-dropout 0 --mtp-num-layers 1"
 
@@ -92,7 +95,7 @@ def _installs(together: bool) -> list[str]:
     # Overlapped messages are refused with multi-token prediction of packed documents, which other rows need.
     args, config = _parsed(" ".join(NEEDS.values()).replace("--overlap-moe-expert-parallel-comm", ""))
     args.overlap_moe_expert_parallel_comm = together
-    args.bf16 = not together  # where counters are rounded, and messages overlap anyway
+    args.bf16, args.fp16 = False, not together  # where counters are rounded, scales differ, and messages overlap anyway
     args.cuda_graph_impl = "transformer_engine"
     dealt = SequenceConfig(enabled=True, micro_batches=True)
     config = dataclasses.replace(config, layers=LayerConfig(enabled=True), sequences=dealt)
@@ -117,7 +120,7 @@ def _installs(together: bool) -> list[str]:
     assert all(new is old for new, old in zip(state(), originals, strict=True)), "not put back the second time"
     assert [line.split(": ")[0] for line in lines] == [f"patched {patch.target}" for patch in wanted]
     left = {patch.target for patch in patches.PATCHES} - {patch.target for patch in wanted}
-    others = ("Communicator", "TopKRouter") if together else ("TransformerConfig",)
+    others = ("Communicator", "TopKRouter", "ChainedOptimizer") if together else ("TransformerConfig",)
     assert all(any(name in target for name in others) for target in left), left
     return lines
 
@@ -140,7 +143,8 @@ def test_only_what_is_needed_is_patched(pool):
     without, _ = pool.run(2, _needed, "")
     assert without in (["megatron.core.datasets.utils:compile_helpers"], [])
     for row, flags in (
-        NEEDS | {"training:TECudaGraphHelper": GRAPHS, "P2PCommunicator": DEALT, "mtp": PREDICTED}
+        NEEDS
+        | {"training:TECudaGraphHelper": GRAPHS, "P2PCommunicator": DEALT, "mtp": PREDICTED, "ChainedOptimizer": HALF}
     ).items():
         needed, _ = pool.run(2, _needed, flags)
         more = set(needed) - set(without)

@@ -282,6 +282,15 @@ def test_lines_for_the_user():
 def test_bad_input():
     with pytest.raises(ValueError, match="4 balancers cannot be tried together"):
         TrialSchedule(["a", "b", "c", "d"], TrialConfig())
+    for names, steps, fewest in ((["a"], 3, 4), (["a", "b"], 5, 6), (["a", "b", "c"], 9, 10)):
+        with pytest.raises(SettingError, match=f"--balance-trial {steps} is too short .* at least {fewest}"):
+            TrialSchedule(names, TrialConfig(steps=steps))
+        trials = Trials(TrialSchedule(names, TrialConfig(steps=fewest)))
+        for iteration in range(fewest):
+            trials.add(iteration, 1.0)
+        assert len(trials.gains()) == len(names) + (len(names) > 1), "the fewest steps have a pair of each"
+    with pytest.raises(SettingError, match="nothing to try"):
+        TrialSchedule([], TrialConfig(steps=40))
     for bad in ({"pairs": -1}, {"interval": 99}, {"share": 0.0}, {"steps": -1}):
         with pytest.raises(SettingError):
             TrialConfig(**bad)

@@ -13,6 +13,7 @@ from tests.support.events import events_in
 from tests.support.leave_out import leave_out
 from tests.support.moving import Plans, move_at
 from tests.support.program import parse
+from tests.support.refusals import assert_refused
 from tests.support.settings import settings
 from tests.support.training import EXACT, MOCK_DATA, MODEL, RankRun, assert_close, join, train, train_rank, watch
 
@@ -22,6 +23,7 @@ EXPERTS = (
 )
 BASE = [*MODEL, *MOCK_DATA, *EXACT, *EXPERTS.split(), *"--train-iters 46".split()]
 SEVERAL = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 4096"
+LAYERS = "--num-layers 4 --pipeline-model-parallel-size 2 --balance-layers --layer-balance-interval 100"
 TRIALS = settings("trials", share=1.0)  # so short a run has none otherwise
 
 
@@ -170,6 +172,65 @@ def test_a_run_of_trials_stops_by_itself(pool, tmp_path):
     assert re.match(rf"by the clock Balancing gained: experts {line['gain']:.2f}x \(.* 7 pairs\)", shown)
 
 
+def test_a_run_of_trials_stops_where_the_user_says(pool, tmp_path):
+    """At a multiple of --exit-interval, if the trials are not over by then, also after a resume."""
+    argv = [*BASE, *"--balance-experts --balance-trial 16".split()]
+    for every, steps in ((6, 6), (8, 8), (16, 16), (40, 16)):
+        save = ["--save", str(tmp_path / str(every)), "--save-interval", "100"]
+        found = pool.run(2, _until_it_stops, [*argv, *save, "--exit-interval", str(every)])
+        assert found == [steps, steps], every
+    again = [*argv, "--load", str(tmp_path / "8"), "--exit-interval", "6"]
+    assert pool.run(2, _until_it_stops, again) == [4, 4], "from iteration 8 to 12"
+
+
+SEVERAL_TRIED = "--balance experts,sequences --context-parallel-size 2 --sequence-domain context"
+# Flags, and what the line must say. No run of trials ends without a word.
+NOTHING_TO_TRY = {
+    "no step": ("--balance-experts --skip-train", "--balance-trial 16", "--skip-train trains no step", "drop it"),
+    "one rank has all": (
+        "--balance-experts --expert-model-parallel-size 1",
+        "--balance-trial 16",
+        "--balance-experts has nothing to balance",
+        "--expert-model-parallel-size 1",
+    ),
+    "no experts": ("--balance all --num-experts 0 --expert-model-parallel-size 1", "--balance-trial 16", "no experts"),
+    "layers alone": (f"{LAYERS} --expert-model-parallel-size 1", "--balance-trial 16", "add --balance-experts"),
+    "one step": ("--balance-experts --balance-trial 1", "--balance-trial 1", "use at least 4"),
+    "half a block": (f"{SEVERAL_TRIED} --balance-trial 5", "--balance-trial 5", "experts and sequences", "at least 6"),
+}
+
+
+def test_trials_of_nothing_are_refused(pool):
+    assert_refused(pool, [*BASE, "--balance-trial", "16"], NOTHING_TO_TRY)
+
+
+def _trials_of_what_cannot_be_left_out(argv: list[str]) -> tuple[object, str]:
+    import contextlib
+    import io
+
+    from megatron.balanced.experts.balancer import ExpertBalancer
+
+    ExpertBalancer.trial_name = None  # type: ignore[assignment]  # as with graphs of whole iterations
+    said = io.StringIO()
+    args, config, train = parse(argv)
+    with contextlib.redirect_stderr(said), pytest.raises(SystemExit) as stopped:
+        train(args, config)
+    return stopped.value.code, said.getvalue()
+
+
+def test_what_the_model_tells_late_is_refused_as_well(pool):
+    found = pool.run(2, _trials_of_what_cannot_be_left_out, [*BASE, *"--balance-experts --balance-trial 16".split()])
+    assert [code for code, _ in found] == [2, 2]
+    (line,) = [line for _, said in found for line in said.splitlines() if "error" in line]
+    assert line.startswith("pretrain_gpt.py: error: --balance-trial 16 has nothing to try: no balancer")
+
+
+def test_a_run_that_ends_before_its_trials_says_so(pool):
+    argv = [*BASE, *"--balance-experts --balance-trial 16 --train-iters 3".split()]
+    (said,) = {text for _, text in pool.run(2, _with_times, argv, 1.0) if text.count("by the clock")}
+    assert "> gained, by the clock: unknown, since the run ended before --balance-trial 16 had a pair" in said
+
+
 def _report(folder: Any) -> str:
     import io
 
@@ -215,9 +276,6 @@ def _with_layers(argv: list[str], moves: Plans, left_out: tuple[int, ...]) -> tu
     with contextlib.redirect_stdout(io.StringIO()) as said:
         train_rank(argv, False)
     return said.getvalue(), planned
-
-
-LAYERS = "--num-layers 4 --pipeline-model-parallel-size 2 --balance-layers --layer-balance-interval 100"
 
 
 def test_steps_before_a_move_of_layers_are_compared_with_steps_after_it(pool, tmp_path):

@@ -138,8 +138,10 @@ class StepTrials(StepCallback):
         """Say what balancing gained, on rank 0."""
         self._end_round()
         self._end_move()
-        if self.gains and not dist.get_rank():
-            gained = ", ".join(f"{name} {gain}" for name, gain in self.gains.items())
+        gained = ", ".join(f"{name} {gain}" for name, gain in self.gains.items())
+        if self._config.steps and not gained:
+            gained = f"unknown, since the run ended before --balance-trial {self._config.steps} had a pair of steps"
+        if gained and not dist.get_rank():
             print(f"> gained, by the clock: {gained}", flush=True)
 
     @property

@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from balancing.trials import TrialSchedule
 from megatron.balanced.trainer.checks.experts import check_experts
 from megatron.balanced.trainer.checks.layers import check_layers
 from megatron.balanced.trainer.checks.sequences import check_sequences
@@ -53,6 +54,7 @@ def check_balancers(
     validates `args`, and may set some of them.
     """
     notes: list[str] = []
+    off_again: list[str] = []  # why balancers that were asked for are off
     for name, check in _CHECKS.items():
         asked = getattr(config, name)
         try:
@@ -70,9 +72,12 @@ def check_balancers(
             said = [f"--balance all leaves {name} off: {error}", *said]
         config = dataclasses.replace(config, **{name: checked})
         notes += said
-    if config.trials.steps and not (config.experts.enabled or config.sequences.enabled):
-        raise ValueError(
-            f"--balance-trial {config.trials.steps} has nothing to try; add --balance-experts or --balance-sequences, "
-            "or drop it"
-        )
+        off_again += said[-1:] if asked.enabled and not checked.enabled else []
+    if config.trials.steps:
+        tried = [name for name in ("experts", "sequences") if getattr(config, name).enabled]
+        if not tried:
+            add = "add --balance-experts or --balance-sequences, or drop it"
+            why = f", since {'; '.join(off_again)}; drop it" if off_again else f"; {add}"
+            raise ValueError(f"--balance-trial {config.trials.steps} has nothing to try{why}")
+        TrialSchedule(tried, config.trials)  # raises ValueError if it is too short
     return config, notes

@@ -26,6 +26,7 @@ from megatron.balanced.sequences.packed_messages import with_flat_batches, with_
 from megatron.balanced.sequences.prediction import with_planned_losses
 from megatron.balanced.shared.callbacks import registered, with_callbacks
 from megatron.balanced.shared.counters import with_exact_counters
+from megatron.balanced.shared.loss_scale import with_one_loss_scale
 from megatron.balanced.trainer.checks.megatron import MEGATRON_VERSIONS
 from megatron.balanced.trainer.config import BalanceConfig
 from megatron.balanced.trainer.dry_run import assumes_gpus
@@ -150,6 +151,11 @@ def _counts_in_16_bits(args: argparse.Namespace, config: BalanceConfig) -> bool:
     return bool(args.num_experts and counts and (args.bf16 or args.fp16))
 
 
+def _has_several_scales(args: argparse.Namespace, config: BalanceConfig) -> bool:
+    several = args.expert_model_parallel_size > 1 or args.overlap_param_gather_with_optimizer_step
+    return args.fp16 and several and not args.loss_scale
+
+
 def _captures_layers(args: argparse.Namespace, config: BalanceConfig) -> bool:
     return config.layers.enabled and args.cuda_graph_impl == "transformer_engine"
 
@@ -196,6 +202,13 @@ PATCHES = (
         why="Megatron-LM rounds the numbers of tokens that expert bias and global aux losses follow to 16 bits",
         signature=("self",),
         needed=_counts_in_16_bits,
+    ),
+    Patch(
+        target="megatron.core.optimizer.optimizer:ChainedOptimizer.prepare_grads",
+        replacement=with_one_loss_scale,
+        why="after an overflow Megatron-LM lowers the loss scale of experts or of other layers, but not of both",
+        signature=("self",),
+        needed=_has_several_scales,
     ),
     Patch(
         target="megatron.training.models.gpt:mtp_block_spec",

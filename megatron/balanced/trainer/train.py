@@ -20,6 +20,7 @@ from balancing.experts.config import ExpertConfig
 from balancing.pipeline.pattern import read_pattern
 from balancing.run_lock import one_run
 from balancing.sequences.engine.kernel_choice import KernelError
+from balancing.settings import SettingError
 from megatron.balanced.experts.balancer import ExpertBalancer, ReplicaMemoryError
 from megatron.balanced.layers.filled_schedule import WeightGradientFill
 from megatron.balanced.observe.empty_steps import EmptySteps
@@ -153,7 +154,7 @@ def _features(
             moves=config.layers.enabled,
             set_aside=None if observer is None else observer.set_aside,
             report=note,
-            stop_after=lambda iteration: setattr(args, "exit_interval", iteration + 1),
+            stop_after=partial(_exit_after, args),
             record=record,
         )
         features.append(trials)
@@ -187,6 +188,13 @@ def _features(
         forward = _say_first(note, forward)  # type: ignore[assignment]
     features += caller_callbacks
     return features, datasets if tokens is None else tokens.datasets(datasets), forward
+
+
+def _exit_after(args: argparse.Namespace, iteration: int) -> None:
+    """Let Megatron-LM exit after `iteration` (from 0), or before, where --exit-interval says so."""
+    end = iteration + 1
+    every = args.exit_interval or end
+    args.exit_interval = min(end, every * (args.iteration // every + 1))
 
 
 def _sequence_balancer(args: argparse.Namespace, shared: dict[str, Any], chunks: list[Any]) -> SequenceBalancer:
@@ -277,7 +285,7 @@ def _pretrain(args: argparse.Namespace, model: ModelConfig, datasets: Callable, 
             get_embedding_ranks=get_embedding_ranks(args, model.transformer),
             store=store_of_process_groups(datetime.timedelta(minutes=args.distributed_timeout_minutes)),
         )
-    except (ReplicaMemoryError, SocketLimitError, KernelError) as error:
+    except (ReplicaMemoryError, SocketLimitError, KernelError, SettingError) as error:
         stop(error)
     except SystemExit:  # Megatron-LM ends early, on all ranks together: at --exit-interval, on a signal, ...
         registered.end_training()
