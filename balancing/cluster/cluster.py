@@ -83,8 +83,8 @@ class Cluster:
     host_seconds: seconds that the host takes to start one operation on the device, from Python.
     rates: measured rates by length and rows. None: one rate for attention, FLOP/s of large products for experts.
 
-    Raises ValueError for counts below 1, for speeds or memory that are not positive and finite, and for latencies that
-    are not finite or below 0.
+    Raises ValueError for counts, speeds or memory that are below 1 or not finite, and for latencies that are not finite
+    or below 0.
     """
 
     nodes: int
@@ -107,8 +107,8 @@ class Cluster:
         unneeded = {"intra_node_bandwidth": self.ranks_per_node == 1, "nic_bandwidth": self.nodes == 1}
         for name in ("intra_node_bandwidth", "nic_bandwidth", "flops", "memory"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, numbers.Real) or not float(value) > 0:
-                raise ValueError(f"{name}={value!r} must be a positive number of {_unit(name)}")
+            if isinstance(value, bool) or not isinstance(value, numbers.Real) or not float(value) >= 1:
+                raise ValueError(f"{name}={value!r} must be a positive number of {_unit(name)}, at least 1")
             if value == math.inf and not unneeded.get(name, False):
                 raise ValueError(
                     f"{name} is not known, and {self.nodes} node(s) of {self.ranks_per_node} rank(s) need it; measure "

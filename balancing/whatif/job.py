@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from balancing.model_sizes import check_sizes, flag_of
 from balancing.pipeline.layout import from_layout
 from balancing.pipeline.pattern import KINDS, Pattern, read_pattern
 from balancing.pipeline.schedule import Schedule
@@ -22,7 +23,10 @@ from balancing.pipeline.stage_plan import StagePlan
 __all__ = ["Job", "has_attention", "read_flags", "read_recipe_flags"]
 
 # Flags of models that are not a stack of layers with full attention and an MLP or experts.
-_UNKNOWN_MODELS = ("spec", "experimental_attention_variant", "window_size")
+_UNKNOWN_MODELS = (
+    "spec", "experimental_attention_variant", "window_size", "heterogeneous_layers_config_path",
+    "heterogeneous_layers_config_encoded_json",
+)  # fmt: skip
 # Size of the vocabulary if a job leaves it to its tokenizer: that of Llama 3.
 _VOCABULARY = 128256
 # Names in files of Megatron-LM's arguments that differ from those of flags.
@@ -91,6 +95,8 @@ class Job:
     account_for_embedding_in_pipeline_split: bool = False
     account_for_loss_in_pipeline_split: bool = False
     sequence_parallel: bool = False
+    bf16: bool = False
+    fp16: bool = False
     attention_backend: str = "auto"
     recompute_granularity: str | None = None
     recompute_num_layers: int | None = None
@@ -112,9 +118,24 @@ class Job:
             value = getattr(self, each.name)
             least = 0 if each.name in ("gpus", "freeze_layers") else 1
             if isinstance(value, int) and not isinstance(value, bool) and value < least:
-                raise ValueError(f"{_flag(each.name)} {value} must be at least {least}")
+                raise ValueError(f"{flag_of(each.name)} {value} must be at least {least}")
         if self.pattern is not None:
             self._check_pattern(self.pattern)
+        check_sizes(vars(self))
+        if self.num_experts and not self.is_moe.any():
+            raise ValueError(
+                f"--moe-layer-freq {self.moe_layer_freq} leaves no layer for the experts of --num-experts "
+                f"{self.num_experts}; drop one of them"
+            )
+        if self.expert_model_parallel_size > 1 and not self.num_experts:
+            raise ValueError(f"--expert-model-parallel-size {self.expert_model_parallel_size} needs --num-experts")
+        if self.bf16 and self.fp16:
+            raise ValueError("--bf16 contradicts --fp16; drop one of them")
+        if self.context_parallel_size > 1 and self.seq_length % (2 * self.context_parallel_size):
+            raise ValueError(
+                f"--seq-length {self.seq_length} must be a multiple of 2 x --context-parallel-size "
+                f"{self.context_parallel_size}"
+            )
         if self.sequence_domain not in ("auto", "context", "data"):
             raise ValueError(f"--sequence-domain {self.sequence_domain}; use auto, context or data")
         if self.freeze_layers > self.num_layers:
@@ -374,15 +395,15 @@ def flag_table() -> _Flags:
         if each.name == "gpus":
             continue
         if each.name in _BOOLEANS:
-            parser.add_argument(_flag(each.name), action="store_true")
+            parser.add_argument(flag_of(each.name), action="store_true")
         elif each.name == "recompute_modules":
-            parser.add_argument(_flag(each.name), nargs="+", default=None)
+            parser.add_argument(flag_of(each.name), nargs="+", default=None)
         else:
             kind = str if each.name in _TEXTS else int
             default = None if each.name in _REQUIRED else each.default
-            parser.add_argument(_flag(each.name), type=kind, default=default)
+            parser.add_argument(flag_of(each.name), type=kind, default=default)
     for name in _UNKNOWN_MODELS:
-        parser.add_argument(_flag(name), nargs="*", default=None)
+        parser.add_argument(flag_of(name), nargs="*", default=None)
     return parser
 
 
@@ -399,13 +420,13 @@ def read_flags(arguments: Sequence[str]) -> Job:
     values = vars(options)
     for name in _UNKNOWN_MODELS:
         if values.pop(name) is not None:
-            raise ValueError(f"{_flag(name)} makes a model that the forecast does not know: it knows full attention")
+            raise ValueError(f"{flag_of(name)} makes a model that the forecast does not know: it knows full attention")
     values["recompute_modules"] = tuple(values["recompute_modules"] or ()) or None
     if values["hybrid_layer_pattern"] is not None:
         pattern = read_pattern(values["hybrid_layer_pattern"])
         values["num_layers"] = len(pattern.symbols)  # as Megatron-LM does
         values["multi_latent_attention"] |= pattern.has("+")
-    missing = [_flag(name) for name in _REQUIRED if values[name] is None]
+    missing = [flag_of(name) for name in _REQUIRED if values[name] is None]
     if missing:
         raise ValueError(f"the job lacks {', '.join(missing)}; give Megatron-LM's flags after --")
     return Job(**values)
@@ -417,7 +438,7 @@ def read_recipe_flags(flags: Mapping[str, Any]) -> Job:
     for name, value in flags.items():
         if value is None or value is False:
             continue
-        arguments.append(_flag(_OTHER_NAMES.get(name, name)))
+        arguments.append(flag_of(_OTHER_NAMES.get(name, name)))
         if value is not True:
             several = value if isinstance(value, list | tuple) else [value]
             text = " ".join(str(each) for each in several)
@@ -425,20 +446,16 @@ def read_recipe_flags(flags: Mapping[str, Any]) -> Job:
     return read_flags(arguments)
 
 
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
 def _pattern(text: str) -> int | list[int]:
     """Megatron-LM's --moe-layer-freq: a number, or an expression of lists of numbers with + and *."""
-    if re.fullmatch(r"\s*\d+\s*", text):
+    if re.fullmatch(r"\s*[1-9]\d*\s*", text):
         return int(text)
     try:
         found = _value(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, TypeError, ValueError) as error:
         raise ValueError(f"--moe-layer-freq {text!r} is neither a number nor lists of 0 and 1 with + and *") from error
-    if not isinstance(found, list):
-        raise ValueError(f"--moe-layer-freq {text!r} is not a list")
+    if not isinstance(found, list) or not all(number in (0, 1) for number in found):
+        raise ValueError(f"--moe-layer-freq {text!r} is neither a number of at least 1 nor a list of 0 and 1")
     return found
 
 

@@ -17,6 +17,7 @@ import pytest
 from tests.sequences.test_packed_documents import PACKED, PP, SP, Packed
 from tests.support.corpus import heavy_tailed, write_documents
 from tests.support.events import events_in
+from tests.support.moving import Plans, move_at
 from tests.support.sampled import sampled
 from tests.support.settings import settings
 from tests.support.training import MOE, RankRun, Run, assert_close, differences, join, train, train_rank
@@ -174,13 +175,15 @@ ROUTED = {
 }
 
 
-def _train_rank_with_figures(argv: list[str], groups: bool) -> tuple[RankRun, list[dict[str, float]]]:
+def _train_rank_with_figures(argv: list[str], groups: bool, plans: Plans) -> tuple[RankRun, list[dict[str, float]]]:
     """Returns also the losses of routers that each step logs, in float64. groups: whether domains have some."""
     import torch
     from megatron.core.transformer.moe.moe_logging import MetricEntry, MoEMetricsTracker
 
     if groups:
         _have_groups()
+    if plans:
+        move_at(plans)
     logged: list[dict[str, float]] = []
     aggregate, record = MoEMetricsTracker._aggregate, MoEMetricsTracker.record
 
@@ -205,8 +208,10 @@ class Routed(Packed):
     """A model with experts, and the figures that its steps log."""
 
     @functools.cache  # noqa: B019
-    def logged(self, ranks: int, flags: str, groups: bool = False) -> tuple[Run, list[dict[str, float]]]:
-        runs = self.pool.run(ranks, _train_rank_with_figures, self.from_start(flags), groups)
+    def logged(
+        self, ranks: int, flags: str, groups: bool = False, plans: tuple[Any, ...] = ()
+    ) -> tuple[Run, list[dict[str, float]]]:
+        runs = self.pool.run(ranks, _train_rank_with_figures, self.from_start(flags), groups, dict(plans))
         figures = runs[-1][1]
         assert len(figures) >= 2 and all(set(step) == set(figures[0]) for step in figures)
         return join([run for run, _ in runs]), figures
@@ -247,6 +252,28 @@ def test_losses_of_samples_that_ranks_have_parts_of(routed, loss):
     """Without balancing, and as they are logged."""
     flags = f"{ENDS} {loss} --micro-batch-size 2"
     assert_alike(routed.logged(4, f"{flags} {SP}"), routed.logged(1, flags))
+
+
+@pytest.fixture(scope="module")
+def dense_last(pool, tmp_path_factory) -> Routed:
+    kinds = (
+        "--moe-router-load-balancing-type aux_loss seq_aux_loss global_aux_loss --moe-aux-loss-coeff 1e-1 2e-1 1e-1 "
+        "--moe-router-score-function sigmoid --moe-z-loss-coeff 1e-2 --moe-layer-freq [1]*3+[0]*1 "
+        "--moe-token-dispatcher-type alltoall --global-batch-size 4 --train-iters 2"
+    )
+    return Routed(pool, tmp_path_factory.mktemp("dense_last"), f"{' '.join(MOE)} {kinds}")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags", "plans"),
+    [
+        (4, f"{SP} {PP} 2 --decoder-last-pipeline-num-layers 1", {}),
+        (4, f"{SP} {PP} 2 --balance-layers", {1: ((3,), (1,))}),  # the last stage loses its layers with experts
+        pytest.param(8, f"{SP} {PP} 2 --decoder-last-pipeline-num-layers 1", {}, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_last_stage_without_experts_logs_what_all_ranks_have(dense_last, ranks, flags, plans):
+    assert_alike(dense_last.logged(ranks, flags, plans=tuple(plans.items())), dense_last.logged(1, ""))
 
 
 @pytest.mark.exhaustive

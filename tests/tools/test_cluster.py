@@ -194,6 +194,8 @@ def test_bad_files_are_refused_with_the_key_named(tmp_path):
     refused(_edited(tmp_path, nic_bandwith=25e9), r"unknown key 'nic_bandwith' \(did you mean 'nic_bandwidth'\?\)")
     refused(_edited(tmp_path, flops="gone", memory="gone"), r"missing 'flops' \(FLOP/s\), 'memory' \(bytes\)")
     refused(_edited(tmp_path, nic_bandwidth=None), "nic_bandwidth is not known, and 2 node")
+    for slow in (1e-300, 5e-324, 0.5):  # seconds would be beyond what a float holds
+        refused(_edited(tmp_path, nic_bandwidth=slow), f"nic_bandwidth={slow} must be a positive number of bytes/s")
     refused(_edited(tmp_path, flops=None), "flops=None must be a positive number of FLOP/s")
     refused(_edited(tmp_path, nodes="two"), "nodes='two'")
     (tmp_path / "list.json").write_text("[1, 2]")

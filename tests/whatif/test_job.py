@@ -87,7 +87,7 @@ def test_patterns():
 @pytest.mark.parametrize(
     "more, says",
     [
-        ("--tensor-model-parallel-size 3", "8 GPUs do not divide"),
+        ("--pipeline-model-parallel-size 3", "8 GPUs do not divide"),
         ("--global-batch-size 12", "--global-batch-size 12 does not divide by 8"),
         ("--pipeline-model-parallel-size 4 --num-layers 6", "6 layers do not divide into 4"),
         ("--num-experts 6 --expert-model-parallel-size 4", "--num-experts 6 do not divide by 4"),
@@ -97,6 +97,24 @@ def test_patterns():
         ("--hybrid-layer-pattern M*M-/*", "prediction after /"),
         ("--hybrid-layer-pattern M*ME", "--num-experts None do not go together"),
         ("--hybrid-layer-pattern M*M|-|M* --pipeline-model-parallel-size 2", "has 3 segments"),
+        # Models that cannot exist, of which there is nothing to forecast.
+        ("--hidden-size 63", "--hidden-size 63 must be a multiple of --num-attention-heads 4"),
+        ("--group-query-attention --num-query-groups 3", "must be a multiple of --num-query-groups 3"),
+        ("--num-attention-heads 2 --tensor-model-parallel-size 4", "must be a multiple of --tensor-model-parallel"),
+        ("--ffn-hidden-size 129 --tensor-model-parallel-size 2", "--ffn-hidden-size 129 must be a multiple"),
+        ("--num-experts 8 --moe-ffn-hidden-size 9 --expert-tensor-parallel-size 2", "--moe-ffn-hidden-size 9 must"),
+        ("--num-experts 8 --moe-ffn-hidden-size 9 --tensor-model-parallel-size 2", "--moe-ffn-hidden-size 9 must"),
+        ("--num-experts 8 --moe-router-topk 9", "--moe-router-topk 9 is above --num-experts 8"),
+        ("--num-experts 8 --moe-layer-freq [0]*8", "--moe-layer-freq [0]*8 leaves no layer"),
+        ("--num-experts 8 --moe-layer-freq 9", None),  # the first layer has experts
+        ("--num-experts 8 --moe-layer-freq 0", "--moe-layer-freq '0'"),
+        ("--num-experts 8 --moe-layer-freq [2]*8", "--moe-layer-freq '[2]*8'"),
+        ("--expert-model-parallel-size 2", "--expert-model-parallel-size 2 needs --num-experts"),
+        ("--bf16 --fp16", "--bf16 contradicts --fp16"),
+        ("--seq-length 126 --context-parallel-size 2", "multiple of 2 x --context-parallel-size 2"),
+        ("--heterogeneous-layers-config-path nowhere.json", "a model that the forecast does not know"),
+        ("--kv-channels 16 --hidden-size 63", None),
+        ("--num-query-groups 3", None),  # without --group-query-attention it has no effect
         ("--spec some model", "a model that the forecast does not know"),
         ("--hidden-size wide", "invalid int value"),
         ("--num-layers-per-virtual-pipeline-stage 2 --pipeline-model-parallel-size 2 --global-batch-size 4",
@@ -107,6 +125,9 @@ def test_patterns():
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_one_line(more, says):
+    if says is None:
+        assert job(more).kinds
+        return
     with pytest.raises(ValueError) as caught:
         _ = job(more).is_moe
     assert says in str(caught.value) and "\n" not in str(caught.value)

@@ -21,6 +21,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_latent_attention import FusedMLASelfAttention, MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -191,6 +192,8 @@ def model_config(
     replacements, in_tail = _replacements(args, experts, sequences)
     replacements |= modules
     config = _config(args, replacements, in_tail)
+    if args.num_experts:
+        config.pre_wrap_hooks.append(partial(_log_every_layer, config.transformer))
     if fills and args.transformer_impl != "local":
         # Set after the checks of Megatron-LM, which refuses it without overlap_moe_expert_parallel_comm.
         config.transformer.delay_wgrad_compute = True
@@ -204,8 +207,6 @@ def _config(
         config = hybrid_config_from_args(args)
         if args.spec is None:
             config.hybrid_stack_spec = _fill_in(_stack_spec(config), replacements)
-        if args.num_experts:
-            config.pre_wrap_hooks.append(partial(_log_every_layer, config.transformer))
         return config
     config = gpt_config_from_args(args)
     if replacements and args.spec is None:
@@ -220,14 +221,21 @@ def _stack_spec(config: HybridModelConfig) -> ModuleSpec:
     return copy.deepcopy(hybrid_stack_spec)
 
 
-# The losses of routers in Megatron-LM's log.
-_LOGGED = ("load_balancing_loss", "seq_load_balancing_loss", "global_load_balancing_loss", "z_loss")
-
-
 def _log_every_layer(config: TransformerConfig, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Give the log of router losses one element per layer on all ranks. On stages without MoE layers, Megatron-LM
-    0.19.2 has one element per MoE layer, and adds these to the elements of other stages. Returns `chunks`, as
+    """Prepare Megatron-LM's log of router losses on all ranks as routers do. Megatron-LM 0.19.2 leaves it to routers,
+    so a last stage without MoE layers, which logs, would not add the losses up over ranks. There and in stages of
+    hybrid models, the log would also have one element per MoE layer instead of one per layer. Returns `chunks`, as
     Megatron's model hooks must."""
-    for name in _LOGGED:
-        get_moe_metrics_tracker().ensure_initialized(name, layers_with_tail(config))
+    tracker, groups = get_moe_metrics_tracker(), get_default_pg_collection()
+    # Loss -> the ranks over which it is added up, or averaged, and whether data-parallel ranks are averaged as well.
+    known = {
+        "load_balancing_loss": (groups.tp_cp, None, True),
+        "seq_load_balancing_loss": (groups.tp_cp, None, True),
+        "global_load_balancing_loss": (groups.tp_dp_cp, None, False),
+        "z_loss": (None, groups.tp_dp_cp, True),
+    }
+    for name, ways in known.items():
+        tracker.ensure_initialized(name, layers_with_tail(config))
+        entry = tracker.metrics[name]
+        entry.reduce_group, entry.avg_group, entry.needs_dp_avg = ways
     return chunks

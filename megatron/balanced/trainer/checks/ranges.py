@@ -6,6 +6,7 @@ rank only.
 
 import argparse
 
+from balancing.model_sizes import check_sizes
 from megatron.balanced.shared.incompatible import shown
 
 __all__ = ["check_ranges"]
@@ -38,7 +39,8 @@ _AT_LEAST_1 = (
 
 
 def check_ranges(args: argparse.Namespace) -> None:
-    """Raise ValueError for a number out of range. Called before Megatron-LM validates `args`."""
+    """Raise ValueError for a number out of range, and for sizes of no model. Called before Megatron-LM validates
+    `args`."""
     for name in _AT_LEAST_1:
         value = getattr(args, name)
         if value is not None and value < 1:
@@ -51,7 +53,4 @@ def check_ranges(args: argparse.Namespace) -> None:
             f"--window-size {given} must be the numbers of tokens before and after that a token attends to; use "
             f"{args.window_size[0]},0"
         )
-    if args.num_experts and args.num_experts < args.moe_router_topk:
-        raise ValueError(
-            f"--moe-router-topk {args.moe_router_topk} is above --num-experts {args.num_experts}; lower it"
-        )
+    check_sizes(vars(args))
