@@ -69,7 +69,7 @@ class Calls:
             chosen = [chosen[at] for at in np.linspace(0, len(chosen) - 1, _KEPT).round().astype(int)]
         calls = [[*work, float(np.median(by_work[work])), len(by_work[work])] for work in chosen]
         line = {"kind": self.kind, "way": self.way, "flops": self.flops, "calls": calls}
-        if machine is not None and machine.rates is not None:
+        if self.seconds and machine is not None and machine.rates is not None:
             line["times"] = sum(self.seconds) / self._planned_seconds(machine, machine.rates)
         return line
 

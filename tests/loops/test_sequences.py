@@ -95,6 +95,8 @@ def _train(
     alone = PackedLatentDotProductAttention if latent else PackedDotProductAttention
     spec.submodules.self_attention.submodules.core_attention = OfEngine if ways > 1 else alone
     model: Any = GPTModel(config, spec, VOCABULARY, LONGEST).double()
+    for name, parameter in model.named_parameters() if "frozen" in kind else ():
+        parameter.requires_grad_(name.startswith(("decoder.layers.1.mlp", "decoder.final", "output")))
     # Several buckets, and reductions under backward passes.
     of_data = DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=5000)
     model = DistributedDataParallel(config, of_data, model)
@@ -142,7 +144,7 @@ def _train(
         total = sum(each["loss"] for each in given)
         dist.all_reduce(total)
         told.append(float(total))
-        for parameter in model.parameters():
+        for parameter in filter(lambda each: each.requires_grad, model.parameters()):
             parameter.grad = parameter.main_grad
         optimizer.step()
     if balanced:
@@ -154,7 +156,8 @@ def _train(
     return told, weights, [event() for event in events]
 
 
-KINDS = ["", "recompute", "window, told", "latents", "latents, window", "latents, recompute, told"]
+# If attention is frozen, its kernel has no backward pass, of which a report could tell.
+KINDS = ["", "frozen", "recompute", "window, told", "latents", "latents, window", "latents, recompute, told"]
 
 
 def _spreads(ranks: list[tuple[Any, Any, list[dict[str, Any]]]]) -> list[dict[str, Any]]:
@@ -171,6 +174,8 @@ def test_attention_is_balanced_where_sequences_stay(pool, ways, kind):
         np.testing.assert_allclose(losses, plain[0], rtol=1e-12)
         for name, expected in plain[1].items():
             np.testing.assert_allclose(weights[name], expected, rtol=0, atol=1e-12 * np.abs(expected).max())
+    measured = {event["way"] for *_, events in balanced for event in events if event["action"] == "measured"}
+    assert measured == {"forward"} | ({"backward"} if kind != "frozen" else set())
     events = _spreads(balanced)
     assert [event["iteration"] for event in events] == [1, 2, 3]
     assert sum(event["moved_bytes"] for event in events) > 0

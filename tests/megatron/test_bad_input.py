@@ -162,7 +162,7 @@ FLAGS = {
         "report.interval 5 does nothing without --balance-report",
     ),
     "no save interval": ("--save somewhere", "args.save_interval is not None"),
-    "tensor parallel": ("--tensor-model-parallel-size 3", "world size (2) is not divisible"),
+    "tensor parallel": ("--tensor-model-parallel-size 4", "world size (2) is not divisible"),
     "no pipeline": ("--pipeline-model-parallel-size 0", "--pipeline-model-parallel-size 0", "at least 1"),
     "batch": ("--global-batch-size 7", "must be divisible by"),
     "instances": (

@@ -58,10 +58,11 @@ def assert_accepted(pool: Any, base: list[str], lines: Sequence[str]) -> None:
 
 def assert_refused(pool: Any, base: list[str], cases: Mapping[str, Sequence[Any]]) -> None:
     """base: what each command line begins with. cases: its other flags, as they are typed or as a list, and the words
-    that the line must have, by what is wrong with them."""
+    that the line must have, by what is wrong with them. A dry run refuses each in the same words."""
     lines = [[*base, *(flags.split() if isinstance(flags, str) else flags)] for flags, *_ in cases.values()]
     wrong = {}
-    for case, said in zip(cases, parsed(pool, lines), strict=True):
+    dry = [[*line, "--balance-dry-run"] for line in lines]
+    for case, said in zip([*cases] * 2, parsed(pool, lines + dry), strict=True):
         text = "".join(text for _, text in said)
         is_refused = [code for code, _ in said] == [2, 2] and text.count("\n") == 1
         if not is_refused or not all(word in text for word in ("pretrain_gpt.py: error: ", *cases[case][1:])):

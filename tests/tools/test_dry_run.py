@@ -1,7 +1,10 @@
 """A dry run describes a job on any machine: who plans together and what slots take are those of the job itself."""
 
+from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.support.command import plan_lines_of, run_python
@@ -59,10 +62,11 @@ def test_mamba_layers_see_whole_documents(pool):
     [
         ("--fp8-format e4m3", "1024", ("--fp8-recipe delayed", "--balance-experts", "use --fp8-recipe tensorwise")),
         ("--pipeline-model-parallel-size 3", "1024", ("world size (1024) is not divisible", "=24)")),
+        ("--expert-tensor-parallel-size 3", "1024", ("1024 ranks", "--expert-tensor-parallel-size 3 x --expert-model")),
         ("", "1000", ("world size (1000) is not divisible", "=32)")),
         ("", "many", ("WORLD_SIZE many",)),
         ("", "0", ("WORLD_SIZE 0",)),
-        ("--hidden-size 4100", "1024", ("args.hidden_size % args.num_attention_heads == 0",)),
+        ("--hidden-size 4100", "1024", ("--hidden-size 4100 must be a multiple of --num-attention-heads 32",)),
         ("--cluster b9000", "1024", ("--cluster", "b9000")),
         ("--device tpu", "1024", ("--device", "tpu", "'cuda', 'cpu'")),
         (
@@ -183,3 +187,65 @@ def test_what_is_told_is_what_is_built(pool, layout):
         for subject, (told, built) in found.items():
             assert told == built, subject
         assert found["bytes"][1]
+
+
+def _groups(draws: list[dict[str, Any]]) -> list[tuple[str | None, str | None]]:
+    """For each layout what a run says of it at its start, a dry run as well, and what Megatron-LM says when it forms
+    groups; None if nothing."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    from megatron.balanced.trainer.checks.model import check_groups
+
+    parallel_state.create_group = lambda *args, **kwargs: None
+    dist.is_initialized, dist.get_rank = lambda: True, lambda *group: 0
+    found = []
+    for draw in draws:
+        dist.get_world_size = lambda *group, ranks=draw["world_size"]: ranks  # type: ignore[misc]
+        ours = theirs = None
+        try:
+            check_groups(Namespace(expert_gtp_weight_remat_size=1, **draw))
+        except ValueError as error:
+            ours = str(error)
+        sizes = {name: value for name, value in draw.items() if name.endswith(("parallel_size", "instances"))}
+        sizes.pop("data_parallel_size")
+        order = "tp-cp-ep-pp-dp" if draw["use_tp_pp_dp_mapping"] else "tp-cp-ep-dp-pp"
+        try:
+            parallel_state.initialize_model_parallel(**sizes, order=order, create_gloo_process_groups=False)
+        except (RuntimeError, AssertionError) as error:
+            theirs = str(error)
+        parallel_state.destroy_model_parallel()
+        found.append((ours, theirs))
+    return found
+
+
+def test_sizes_of_groups_are_refused_as_megatron_does(pool):
+    """A dry run forms none."""
+    flags = ["tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
+             "expert_model_parallel_size", "expert_tensor_parallel_size"]  # fmt: skip
+    random, draws = np.random.default_rng(0), []
+    while len(draws) < 300:
+        sizes = random.choice([1, 1, 2, 3, 4], len(flags)).tolist()
+        draw = dict(zip(flags, sizes, strict=True)) | {"world_size": int(random.choice([4, 8, 12, 16, 24]))}
+        data, rest = divmod(draw["world_size"], sizes[0] * sizes[1] * sizes[2])
+        draw |= {"num_distributed_optimizer_instances": int(random.choice([1, 1, 2, 3])), "data_parallel_size": data}
+        if not rest:  # which Megatron-LM looks at before
+            draws.append(draw | {"use_tp_pp_dp_mapping": bool(random.integers(2))})
+    (found,) = pool.run(1, _groups, draws)
+    assert 50 < sum(theirs is not None for _, theirs in found) < 250
+    for draw, (ours, theirs) in zip(draws, found, strict=True):
+        assert (ours is None) == (theirs is None), (draw, ours, theirs)
+
+
+def test_a_dry_run_refuses_a_model_that_megatron_refuses(pool):
+    """Also on CPUs, where no machine is assumed."""
+    argv = ["--device", "cpu", *MODEL[2:], *MOCK_DATA, *EXACT, *MOE, "--moe-shared-expert-intermediate-size", "-1"]
+    assert pool.run(1, _dry_run, argv) == [2]
+    argv[-1] = "48"
+    assert pool.run(1, _dry_run, argv) == [0]
+
+
+def _dry_run(argv: list[str]) -> object:
+    from tests.support.command import run_command
+
+    return run_command([*argv, "--balance-dry-run"])[0]

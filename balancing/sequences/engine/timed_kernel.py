@@ -55,17 +55,16 @@ class TimedKernel:
         calls, self._calls = self._calls, []
         return calls
 
-    def told(self, taken: list[_Call], way: str, name: str) -> Calls | None:
-        """What calls of `take` tell of one direction, once the device has passed them; None if there are none.
+    def told(self, taken: list[_Call], way: str, name: str) -> Calls:
+        """What calls of `take`, of which one at least is of this direction, tell of it once the device has passed them.
 
         name: of the kernel.
         """
-        timed = [(call, self._clock.seconds(call.begin, call.begin, call.end)[2]) for call in taken if call.way == way]
+        own = [call for call in taken if call.way == way]
+        timed = [(call, self._clock.seconds(call.begin, call.begin, call.end)[2]) for call in own]
         timed = [(call, seconds) for call, seconds in timed if seconds > 0]
-        if not timed:
-            return None
         work, seconds = [_work(call.pieces) for call, _ in timed], [seconds for _, seconds in timed]
-        return Calls(name, way, timed[0][0].flops, work, seconds)
+        return Calls(name, way, own[0].flops, work, seconds)
 
 
 def _work(pieces: Pieces) -> Work:

@@ -185,15 +185,13 @@ class Observer(StepCallback):
             if self._own_rates is not None:
                 self._own_rates.agree(lines, self._writer.process_group)
 
-    def _expert_calls(self, iteration: int, calls: list[Any]) -> dict[str, Any] | None:
+    def _expert_calls(self, iteration: int, calls: list[Any]) -> dict[str, Any]:
         """The event of a step's calls of this rank's experts, of layers with experts of the first one's size."""
         of_size = [call[1:] for call in calls if call[0] == calls[0][0]]
         timed = [
             (rows, groups, self._hooks.clock.seconds(begin, begin, end)[2]) for rows, groups, begin, end in of_size
         ]
         timed = [each for each in timed if min(each) > 0]
-        if not timed:
-            return None
         told = Calls("experts", "forward", calls[0][0], [each[:2] for each in timed], [each[2] for each in timed])
         return measured_event(iteration, told.line(self._machine))
 
@@ -245,7 +243,7 @@ class Observer(StepCallback):
             attention_area=step.area,
             longest_sequence=step.longest,
             spans=spans,
-            events=[line for each in step.events if (line := each() if callable(each) else each) is not None],
+            events=[each() if callable(each) else each for each in step.events],
             expert_tokens={layer: tokens.numpy() for layer, tokens in step.expert_tokens.items()},
         )
 

@@ -129,7 +129,7 @@ class SequenceBalancer(StepCallback):
             place = stage, replica, self._tokens.padded, self._tokens.step_seconds
             share = Share(domain, cluster, shape, self.kernel.name, dict(self.kernel.rates), *place)
             self._report(partial(step_event, self._iteration, batches, spent_by_rank, share))
-            for way in ("forward", "backward") if self._ended > WARM_UP else ():
+            for way in dict.fromkeys(call.way for call in calls) if self._ended > WARM_UP else ():
                 self._report(partial(calls_event, self._iteration, timed, calls, way, self.kernel.name, cluster))
 
     def _gather(self, numbers: list[int]) -> np.ndarray:

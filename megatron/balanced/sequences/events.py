@@ -107,13 +107,12 @@ class StepRecord:
 
 def calls_event(
     iteration: int, kernel: TimedKernel, taken: list[Any], way: str, name: str, cluster: Cluster
-) -> dict[str, Any] | None:
-    """The event of a step's calls of the kernel of attention `name`; None if there are none.
+) -> dict[str, Any]:
+    """The event of a step's calls of the kernel of attention `name`.
 
     iteration: from 0. taken, way: as in `TimedKernel.told`. cluster: that planners have.
     """
-    calls = kernel.told(taken, way, name)
-    return None if calls is None else measured_event(iteration, calls.line(cluster))
+    return measured_event(iteration, kernel.told(taken, way, name).line(cluster))
 
 
 def step_event(

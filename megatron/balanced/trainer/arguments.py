@@ -35,7 +35,7 @@ from megatron.balanced.trainer.checks.data import check_data, check_tokens, chec
 from megatron.balanced.trainer.checks.fill import check_fill
 from megatron.balanced.trainer.checks.machine import check_machine
 from megatron.balanced.trainer.checks.megatron import check_megatron
-from megatron.balanced.trainer.checks.model import check_layout, check_model
+from megatron.balanced.trainer.checks.model import check_groups, check_layout, check_model
 from megatron.balanced.trainer.checks.ranges import check_ranges
 from megatron.balanced.trainer.checks.refusal import is_refusal
 from megatron.balanced.trainer.config import BalanceConfig, add_flags, config_from_flags
@@ -210,6 +210,7 @@ def parse_arguments(
             args.create_attention_mask_in_dataloader = False
         with contextlib.redirect_stdout(io.StringIO()) if assumes_gpus() else contextlib.nullcontext():
             validate_args(args)  # prints some six hundred arguments
+        check_groups(args)
         config, notes = settle_domain(args, config)
         config, said = check_fill(args, config)
         notes += said
@@ -218,9 +219,9 @@ def parse_arguments(
         check_machine(args, config, device)
         if extension is not None:
             extension.check(args)
-        if not config.balance_dry_run:  # a dry run shows what does not fit
-            check_folders(args)
-            patches.check_needed(args, config)
+        if not assumes_gpus():
+            check_folders(args, create=not config.balance_dry_run)
+        patches.check_needed(args, config)
         if config.fp64:
             _use_float64(args)
         if assumes_gpus():

@@ -44,7 +44,7 @@ from megatron.balanced.trainer.checks.checkpoints import (
 from megatron.balanced.trainer.checks.sequences import steps_ahead
 from megatron.balanced.trainer.config import AUTO, BalanceConfig, cluster_from_flags
 from megatron.balanced.trainer.data import forward_step, is_packed, train_valid_test_datasets
-from megatron.balanced.trainer.dry_run import plan_lines
+from megatron.balanced.trainer.dry_run import assumes_gpus, plan_lines
 from megatron.balanced.trainer.kernels import kernels_line
 from megatron.balanced.trainer.layer_callbacks import layer_callbacks, reads_data_everywhere
 from megatron.balanced.trainer.model import model_config
@@ -75,8 +75,11 @@ def train(
     registered[:] = [*model_callbacks, *callbacks]  # train_step is patched if there are any
     try:
         if config.balance_dry_run:
-            lines = [*patches.rows(args, config), *plan_lines(args, config, extension.frozen_layers(args))]
-            print_rank_0("\n".join(lines))
+            lines = patches.rows(args, config)
+            patches.install(args, config)
+            if not assumes_gpus():  # `parse_arguments` has asked for that model, whose vocabulary is not known
+                _model(args, config, extension)
+            print_rank_0("\n".join([*lines, *plan_lines(args, config, extension.frozen_layers(args))]))
             return
         for line in patches.install(args, config):
             print_rank_0(f"> {line}")

@@ -200,7 +200,8 @@ def _way_out(cause: BaseException, folder: Path, iteration: str) -> str:
     if "parameter group" in text or "optimizer" in text or "entries in state dict" in text:
         return (
             "its optimizer state is of another layout or optimizer (with experts, Megatron-LM stores it in another way "
-            "for --expert-model-parallel-size 1): train with that layout, or add --no-load-optim"
+            "for --expert-model-parallel-size 1): train with that layout, or add --no-load-optim. Saved with "
+            "--dist-ckpt-optim-fully-reshardable, the state of a distributed optimizer loads with others as well"
         )
     if "shape mismatch" in text or "size mismatch" in text or "not in state dict" in str(cause):
         return "it is of another model: give the flags it was trained with"
@@ -235,18 +236,21 @@ def _local(error: BaseException, name: str) -> Any:
     return value
 
 
-def check_folders(args: argparse.Namespace) -> None:
-    """Raise ValueError for a folder that cannot be written to. Creates missing ones."""
+def check_folders(args: argparse.Namespace, *, create: bool = True) -> None:
+    """Raise ValueError for a folder that cannot be written to. create: missing ones, or look at the ones above them."""
     for name in _OUTPUTS:
         if getattr(args, name):
-            _check_writable(f"--{name.replace('_', '-')} {getattr(args, name)}", getattr(args, name))
+            _check_writable(f"--{name.replace('_', '-')} {getattr(args, name)}", getattr(args, name), create)
 
 
-def _check_writable(what: str, folder: str) -> None:
+def _check_writable(what: str, folder: str, create: bool) -> None:
     if "://" in folder:
         return
+    while not create and not os.path.lexists(folder):
+        folder = os.path.dirname(os.path.abspath(folder))
     try:
-        os.makedirs(folder, exist_ok=True)
+        if create:
+            os.makedirs(folder, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:

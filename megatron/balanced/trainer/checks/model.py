@@ -8,7 +8,7 @@ from megatron.balanced.trainer.checks.hybrid import check_hybrid
 from megatron.balanced.trainer.prediction import check_packed_tail
 from megatron.balanced.trainer.sequence_rules import balancing_losses
 
-__all__ = ["check_layout", "check_model"]
+__all__ = ["check_groups", "check_layout", "check_model"]
 
 
 def check_layout(args: argparse.Namespace) -> None:
@@ -28,6 +28,29 @@ def check_layout(args: argparse.Namespace) -> None:
         raise ValueError(
             f"--pipeline-model-parallel-size {stages} is more than --num-layers {args.num_layers}; use at most {layers}"
         )
+
+
+def check_groups(args: argparse.Namespace) -> None:
+    """Raise ValueError for sizes with which Megatron-LM cannot form its process groups. It tells while it forms them,
+    and a dry run forms none. Called after it has validated `args`."""
+    stages, instances = args.pipeline_model_parallel_size, args.num_distributed_optimizer_instances
+    tensor, experts = args.expert_tensor_parallel_size, args.expert_model_parallel_size
+    given = (
+        f"--expert-tensor-parallel-size {tensor} x --expert-model-parallel-size {experts} x "
+        f"--pipeline-model-parallel-size {stages}"
+    )
+    replicas, rest = divmod(args.world_size, tensor * experts * stages * args.expert_gtp_weight_remat_size)
+    if rest:
+        raise ValueError(f"{args.world_size} ranks are not a multiple of {given}; lower one of them")
+    if args.use_tp_pp_dp_mapping and stages > 1 and replicas != args.data_parallel_size:
+        raise ValueError(
+            f"--use-tp-pp-dp-mapping in a pipeline needs as many replicas of experts as of other layers, "
+            f"{args.data_parallel_size}, and {given} makes {replicas}; drop it"
+        )
+    shared = {"data- and context-parallel ranks": args.data_parallel_size * args.context_parallel_size}
+    for what, number in (shared | {"replicas of experts": replicas}).items():
+        if number % instances:
+            raise ValueError(f"--num-distributed-optimizer-instances {instances} does not divide the {number} {what}")
 
 
 def check_model(args: argparse.Namespace) -> None:
