@@ -28,8 +28,8 @@ FLOORS = {
         "experts": 3, "sequences": 3, "layers": 3,
         "cluster": 2, "doctor": 2, "pipeline": 2, "report": 2, "run_lock": 2,
         "files": 1, "messages": 1, "trials": 1, "worker": 1,
-        "clock": 0, "command_line": 0, "launch": 0, "process": 0, "ranges": 0, "settings": 0, "threads": 0,
-        "upload": 0,
+        "clock": 0, "command_line": 0, "launch": 0, "model_sizes": 0, "process": 0, "ranges": 0, "settings": 0,
+        "threads": 0, "upload": 0,
     },
 }  # fmt: skip
 
