@@ -198,17 +198,3 @@ def test_experts_on_one_rank_and_on_two(pool, tmp_path, optimizer, saved_with):
     assert "its optimizer state is of another layout" in line and "add --no-load-optim" in line
     results = pool.run(2, run_command, [*argv, *load, "--no-load-optim", "--no-load-rng"])
     assert [code for code, _ in results] == [0, 0], results
-
-
-@pytest.mark.parametrize("reshardable", [False, True])
-def test_sharded_state_of_experts_on_two_ranks_and_on_four(pool, tmp_path, reshardable):
-    """It is refused with the flag that it must be saved with; with that flag it loads."""
-    argv = [*BASE, *MOE, "--use-distributed-optimizer", *["--dist-ckpt-optim-fully-reshardable"] * reshardable]
-    argv += ["--train-iters", "2", "--expert-model-parallel-size"]
-    saved = pool.run(4, run_command, [*argv, "2", "--save", str(tmp_path), "--save-interval", "2"])
-    assert [code for code, _ in saved] == [0] * 4
-    resumed = pool.run(4, run_command, [*argv, "4", "--load", str(tmp_path), "--train-iters", "3"])
-    if reshardable:
-        assert [code for code, _ in resumed] == [0] * 4, resumed
-    else:
-        assert "Saved with --dist-ckpt-optim-fully-reshardable" in _refusal(resumed)
