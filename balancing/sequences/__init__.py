@@ -37,9 +37,9 @@ and 21.3 pairs. Each token once, 5 a rank, in order, is as Megatron-LM would pac
 
 from balancing.sequences.cost import StepCost, limit_seconds, step_cost
 from balancing.sequences.engine.attention import SequenceAttention
-from balancing.sequences.engine.compiler import RankProgram, compile_rank, make_program
+from balancing.sequences.engine.compiler import RankProgram, compile_rank
 from balancing.sequences.engine.program import Program
-from balancing.sequences.engine.routing import TokenBytes, route
+from balancing.sequences.engine.routing import route
 from balancing.sequences.engine.transport import Statistics
 from balancing.sequences.micro_batches import MicroBatchPlan, deal_whole, plan_micro_batches
 from balancing.sequences.plan import DEFAULT_CHUNK, METHODS, plan_attention, plan_sequences
@@ -60,7 +60,6 @@ __all__ = [
     "Shard",
     "Statistics",
     "StepCost",
-    "TokenBytes",
     "TokenTraffic",
     "causal_area",
     "compile_rank",
@@ -68,7 +67,6 @@ __all__ = [
     "kv_traffic",
     "limit_seconds",
     "linear_layout",
-    "make_program",
     "plan_attention",
     "plan_micro_batches",
     "plan_sequences",

@@ -61,7 +61,6 @@ __all__ = [
     "whole_work",
 ]
 
-_BYTES = 2  # of bf16
 _ATTENTION_BACKWARD, _LINEAR_BACKWARD = 2.5, 2.0  # over forward
 # Gathering only. _NEVER_HIDDEN: share of transfers that is exposed even with enough compute (the first keys, the last
 # gradients). _HIDES: share of compute that hides transfers, since turns wait for each other. With both, the modelled
@@ -170,11 +169,11 @@ def _layers_cost(
     numbers = (shape.heads + shape.kv_heads) * (shape.head_size + shape.value_size)  # q, k, v to attention; output back
     if routed is None and cluster.nodes > 1:
         pair = pair_flops(shape.heads, shape.head_size, shape.value_size)
-        sent = {"kv_bytes": sent_bytes, "remap_bytes": numbers * _BYTES}
+        sent = {"kv_bytes": sent_bytes, "remap_bytes": numbers * shape.item_bytes}
         if not routing_pays(plan, cluster, **sent, flops_of_pair=pair, moved=moved):  # as the engine decides
             routed = False
     forward, backward = kv_seconds(moved, plan.exchange, sent_bytes, cluster, routed, gradient_width)
-    least = turn_tokens(cluster, sent_bytes)
+    least = turn_tokens(cluster, sent_bytes / shape.tensor_parallel)
     asked = what_is_asked(plan, cluster, moved, least)
     projection = _projection_seconds(moved, cluster, shape) if latents else 0.0
     more = _PROJECTION * asked.rounds if latents else 0
@@ -184,7 +183,8 @@ def _layers_cost(
     exposed = _exposed(plan, exchange, forward_compute, backward_compute)
     remap = 0.0
     if plan.remapped:
-        remap = traffic_seconds(remap_traffic(plan), numbers * _BYTES, cluster, routed)  # backward takes as long
+        # Backward takes as long.
+        remap = traffic_seconds(remap_traffic(plan), numbers * shape.item_bytes, cluster, routed)
     return StepCost(
         attention=layers * (attention + projection),
         exchange=layers * sum(exchange),
@@ -228,7 +228,8 @@ def extra_pairs(plan: SequencePlan, cluster: Cluster, shape: AttentionShape) -> 
     """float64 [rank], query-key pairs of long pieces that take as long as what a rank computes besides its area: the
     parts of tiles outside the mask, rows, and pieces. cluster: with rates."""
     flops = pair_flops(shape.heads, shape.head_size, shape.value_size)
-    forward, backward = _rank_seconds(plan, cluster, shape, turn_tokens(cluster, token_bytes(shape)))
+    least = turn_tokens(cluster, token_bytes(shape) / shape.tensor_parallel)
+    forward, backward = _rank_seconds(plan, cluster, shape, least)
     return np.asarray((forward + backward) / sum(_long_seconds(1.0, cluster, flops)) - plan.area)
 
 
@@ -397,14 +398,14 @@ def _long_seconds(pairs: float, cluster: Cluster, flops_of_pair: float) -> tuple
 
 
 def kv_bytes(shape: AttentionShape) -> int:
-    """Bytes of one token's keys and values in one layer, in bf16."""
-    return shape.kv_heads * (shape.head_size + shape.value_size) * _BYTES
+    """Bytes of one token's keys and values in one layer, over all tensor-parallel ranks."""
+    return shape.heads_of_rank[1] * shape.tensor_parallel * (shape.head_size + shape.value_size) * shape.item_bytes
 
 
 def latent_bytes(shape: AttentionShape) -> int:
-    """Bytes of one token's latent and shared part of its key in one layer, in bf16, over all tensor-parallel ranks."""
+    """Bytes of one token's latent and shared part of its key in one layer, over all tensor-parallel ranks."""
     assert shape.latent is not None
-    return (shape.latent.size + shape.latent.shared) * shape.latent.copies * _BYTES
+    return (shape.latent.size + shape.latent.shared) * shape.tensor_parallel * shape.item_bytes
 
 
 def token_bytes(shape: AttentionShape) -> int:

@@ -102,7 +102,8 @@ def plan_sequences(
         raise ValueError(f"chunk={chunk} must be at least 1 token")
     if ranks == 1:
         whole = tuple(Shard(sequence, 0, length, 0) for sequence, length in enumerate(checked))
-        return SequencePlan(checked, 1, method, whole, whole, same_exchange(whole, checked, "gather"), token_capacity)
+        local = same_exchange(whole, checked, "gather")
+        return SequencePlan(checked, 1, method, whole, whole, local, token_capacity, None, cluster, shape)
     return _plan(checked, cluster, shape, method, token_capacity, chunk)
 
 
@@ -130,7 +131,7 @@ def plan_attention(
         for name, shards in (("given", given), ("stay", shed_tails(given, checked, cluster))):
             layout = tuple(sorted(shards, key=itemgetter(3, 0, 1)))
             exchange = same_exchange(layout, checked, "gather")
-            plans.append(SequencePlan(checked, cluster.world_size, name, layout, given, exchange))
+            plans.append(replace(plans[0], method=name, attention=layout, exchange=exchange))
     return _quickest(plans, cluster, shape)
 
 
@@ -205,7 +206,7 @@ def _plan(
         layout = tuple(sorted(shards, key=itemgetter(3, 0, 1)))  # by rank, sequence and start
         linear = linear_layout(layout, cluster) if method == "zones" else layout
         exchange = same_exchange(layout, lengths, shared)
-        plans.append(SequencePlan(lengths, ranks, method, layout, linear, exchange, capacity))
+        plans.append(SequencePlan(lengths, ranks, method, layout, linear, exchange, capacity, None, cluster, shape))
     best = _quickest(plans, cluster, shape)
     return best if method != "chunks" or cluster.rates is None else _evened_in_time(best, quotas, cluster, shape, chunk)
 

@@ -24,7 +24,6 @@ from balancing.sequences.traffic import LinkTokens
 
 __all__ = [
     "MOST_TURNS",
-    "SMALLEST_TURNS",
     "Asked",
     "TurnTokens",
     "number_of_turns",
@@ -50,9 +49,6 @@ class TurnTokens(NamedTuple):
     inter: int
 
 
-SMALLEST_TURNS = TurnTokens(1, 1)  # gives the largest number of turns
-
-
 def turn_tokens(cluster: Cluster, kv_bytes: float) -> TurnTokens:
     """The least tokens of a turn on a cluster. kv_bytes: bytes of one token's keys and values in one layer."""
     operations = _LAUNCHES + sum(_MESSAGES)
@@ -62,8 +58,8 @@ def turn_tokens(cluster: Cluster, kv_bytes: float) -> TurnTokens:
         forward = _TURN[0] + 2  # with its call and its merge
         seconds = max(seconds, forward * cluster.rates.operation_seconds)
     rates = cluster.intra_node_bandwidth, cluster.nic_bandwidth * max(1, len(cluster.nics(0)))
-    # The clip at 2^40 is for a link that the cluster does not have: its bandwidth is infinite.
-    return TurnTokens(*(max(1, int(min(rate * seconds / kv_bytes, 2**40))) for rate in rates))
+    # The clips are for a link that the cluster does not have: its bandwidth is infinite.
+    return TurnTokens(*(max(1, int(min(rate * seconds / kv_bytes, 2**40))) if seconds else 1 for rate in rates))
 
 
 def number_of_turns(tokens: Any, least: Any) -> np.ndarray:

@@ -17,6 +17,8 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
+from balancing.cluster import Cluster
+
 __all__ = [
     "MOST_TOKENS",
     "TILE",
@@ -74,12 +76,10 @@ class LatentShape(NamedTuple):
 
     size: elements of a token's latent.
     shared: elements of a key that all heads share; they are not projected and travel with the latent.
-    copies: tensor-parallel ranks. Each has its own heads, but all of the latent.
     """
 
     size: int
     shared: int
-    copies: int = 1
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,8 @@ class AttentionShape:
     window: tokens before itself that a token sees in layers with a sliding window; None without such layers.
     windowed_layers: number of the layers that have the window.
     latent: the latent that is sent in place of keys and values; None if keys and values are sent.
+    tensor_parallel: tensor-parallel ranks. Each has its own heads, but all of the latent.
+    item_bytes: bytes of an element that is sent; 2 for bf16.
 
     Raises ValueError for sizes below 1, an ffn_hidden below 0, heads that kv_heads does not divide, hidden that heads
     does not divide (without head_size), windowed layers without a window or a window without them, and more windowed
@@ -112,10 +114,12 @@ class AttentionShape:
     window: int | None = None
     windowed_layers: int = 0
     latent: LatentShape | None = None
+    tensor_parallel: int = 1
+    item_bytes: int = 2
 
     def __post_init__(self) -> None:
-        for name, least in {"hidden": 1, "heads": 1, "kv_heads": 1, "layers": 1, "ffn_hidden": 0}.items():
-            if getattr(self, name) < least:
+        for name in ("hidden", "heads", "kv_heads", "layers", "ffn_hidden", "tensor_parallel", "item_bytes"):
+            if getattr(self, name) < (least := int(name != "ffn_hidden")):
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
         if self.heads % self.kv_heads:
             raise ValueError(f"heads={self.heads} must be a multiple of kv_heads={self.kv_heads}")
@@ -129,6 +133,11 @@ class AttentionShape:
             raise ValueError(
                 f"windowed_layers={self.windowed_layers} of layers={self.layers} does not go with window={self.window}"
             )
+
+    @property
+    def heads_of_rank(self) -> tuple[int, int]:
+        """Query heads and key-value heads of one tensor-parallel rank."""
+        return max(self.heads // self.tensor_parallel, 1), max(self.kv_heads // self.tensor_parallel, 1)
 
     def mean_area(self, lengths: Sequence[int]) -> float:
         """Query-key pairs of documents of `lengths` tokens in the mean layer."""
@@ -158,6 +167,8 @@ class SequencePlan:
         values round in the order of `ring(sequence)`. "gather": each rank receives the keys that its queries see.
     capacity: most tokens of a rank in attention; None for no limit.
     window: tokens before itself that a token sees, in layers with a sliding window; None for all.
+    cluster, shape: for which the plan was made. Its programs depend on them (`compile_rank`), so a plan that is made by
+        hand needs them once it is compiled.
 
     Raises ValueError if a layout does not hold every token exactly once, a rank is out of range, a "local" sequence is
     on several ranks, a sequence with a window is on a ring, a rank exceeds the capacity, or there are more
@@ -172,6 +183,8 @@ class SequencePlan:
     exchange: tuple[KVExchange, ...]
     capacity: int | None = None
     window: int | None = None
+    cluster: Cluster | None = None
+    shape: AttentionShape | None = None
 
     def __post_init__(self) -> None:
         area = causal_area(self.lengths, self.window)

@@ -55,7 +55,8 @@ def plan_sequences(
     ]
     layout = tuple(sorted(shards, key=itemgetter(3, 0, 1)))  # by rank, sequence and start
     exchange = same_exchange(layout, checked, "ring")
-    return SequencePlan(checked, ranks, "hybrid", layout, linear_layout(layout, cluster), exchange)
+    linear, made_for = linear_layout(layout, cluster), (cluster, shape)
+    return SequencePlan(checked, ranks, "hybrid", layout, linear, exchange, None, None, *made_for)
 
 
 def hybrid_groups(

@@ -25,7 +25,6 @@ from balancing.sequences import (
 from balancing.sequences.engine import merging
 from balancing.sequences.engine.compiler import RankProgram
 from balancing.sequences.engine.program import Wait
-from balancing.sequences.engine.routing import TokenBytes
 from balancing.sequences.sequence_plan import LatentShape, in_window
 from benchmarks.host.counting import Counted, Measured, fake_ranks, measure
 
@@ -110,10 +109,10 @@ def kernels_that_return(counted: Counted) -> Iterator[None]:
         merging.choose_merge, merging.choose_add = originals
 
 
-def busiest(plan: SequencePlan, cluster: Cluster, token_bytes: TokenBytes) -> RankProgram:
+def busiest(plan: SequencePlan) -> RankProgram:
     """The program with most steps, of up to eight ranks."""
     ranks = range(0, plan.ranks, max(1, plan.ranks // _MOST_RANKS))
-    programs = [compile_rank(plan, rank, cluster, "auto", token_bytes) for rank in ranks]
+    programs = [compile_rank(plan, rank) for rank in ranks]
     return max(programs, key=lambda one: len(one.program.forward) + len(one.program.backward))
 
 
@@ -130,16 +129,7 @@ def measure_attention(case: Case) -> tuple[Measured, int]:
     plan = plan_sequences(packed_documents(case.ranks), cluster, shape=shape, method=case.method)
     if shape.window is not None:
         plan = in_window(plan, shape.window)
-    token_bytes = TokenBytes.of(
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
-        head_size=shape.head_size,
-        item_bytes=2,
-        value_size=shape.value_size,
-    )
-    if shape.latent is not None:
-        token_bytes = token_bytes._replace(kv=2 * (shape.latent.size + shape.latent.shared), latents=True)
-    program = busiest(plan, cluster, token_bytes)
+    program = busiest(plan)
     counted = Counted()
     with fake_ranks(program.rank, plan.ranks), kernels_that_return(counted):
         engine = SequenceAttention(plan, program=program, kernel=Kernel(counted))

@@ -24,7 +24,6 @@ from balancing.messages import start_message
 from balancing.sequences import SequenceAttention, SequencePlan, Shard
 from balancing.sequences.engine.compiler import compile_rank
 from balancing.sequences.engine.kernels import Kernel, Pieces
-from balancing.sequences.engine.routing import TokenBytes
 
 __all__ = ["AllGather", "HeadsAndRing", "Waits"]
 
@@ -142,16 +141,12 @@ class _Gathered(torch.autograd.Function):
 class HeadsAndRing:
     """Attention of neighbouring ranks that share their tokens and divide their heads, on a ring of such groups.
 
-    plan: of the ring; its ranks are the groups.
+    plan: of the ring; its ranks are the groups, its shape is of all heads of a rank.
     together: ranks of a group.
-    cluster: of the ring.
-    token_bytes: of a rank's share of the heads.
     kernel: of a rank's share of the heads.
     """
 
-    def __init__(
-        self, plan: SequencePlan, together: int, cluster: Cluster, token_bytes: TokenBytes, kernel: Kernel
-    ) -> None:
+    def __init__(self, plan: SequencePlan, together: int, kernel: Kernel) -> None:
         self._together = together
         self._near, far = _groups(together)
         group, place = divmod(dist.get_rank(), together)
@@ -159,7 +154,7 @@ class HeadsAndRing:
         self.ends = [tokens * part // together for part in range(together + 1)]
         self.rows = slice(*self.ends[place : place + 2])  # this rank's own, of those of its group
         self._sizes = [stop - start for start, stop in pairwise(self.ends)]
-        program = compile_rank(plan, group, cluster, "off", token_bytes)
+        program = compile_rank(plan, group, routing="off")
         self._ring = SequenceAttention(plan, program=program, process_group=far, kernel=kernel)
         self.statistics = _Both(Waits(), self._ring)
 

@@ -25,12 +25,11 @@ import torch
 import torch.distributed as dist
 
 from balancing.sequences import SequenceAttention, SequencePlan, Shard
-from balancing.sequences.cost import REST, hidden_seconds, linear_seconds
+from balancing.sequences.cost import REST, hidden_seconds, kv_bytes, linear_seconds
 from balancing.sequences.engine.attention import AttentionCall, prepare_exchanges
 from balancing.sequences.engine.compiler import compile_rank
 from balancing.sequences.engine.kernels import Pieces
 from balancing.sequences.engine.program import Compute, TransferGroup
-from balancing.sequences.engine.routing import TokenBytes
 from balancing.sequences.engine.row_indices import rows_on_device
 from balancing.sequences.engine.transport import Statistics, Transport
 from balancing.sequences.sequence_plan import AttentionShape
@@ -153,20 +152,22 @@ class _Part:
         rank, cluster = dist.get_rank(), scale.cluster
         together = cluster.world_size // plan.ranks  # ranks that are one rank of the plan
         kernel = ZeroScores(device, hidden_seconds(1, cluster, shape) * scale.time / together)
-        token_bytes = TokenBytes.of(heads=heads, kv_heads=kv_heads, head_size=width, item_bytes=dtype.itemsize)
+        sizes = {"head_size": width, "value_size": width, "item_bytes": dtype.itemsize}
+        narrow = replace(shape, heads=heads, kv_heads=kv_heads, **sizes)
+        plan = replace(plan, cluster=scale.engine_cluster, shape=narrow)
         self.attention: SequenceAttention | AllGather | HeadsAndRing
         rows = slice(None)
         if how.moves == "all-gather":
             self.attention = AllGather(plan, cluster, kernel)
         elif how.moves == "a2a+p2p":
             machine = replace(scale.engine_cluster, ranks_per_node=cluster.ranks_per_node // together)
-            self.attention = HeadsAndRing(plan, together, machine, token_bytes, kernel)
+            self.attention = HeadsAndRing(replace(plan, cluster=machine), together, kernel)
             rows = self.attention.rows
         else:
-            program = compile_rank(plan, rank, scale.engine_cluster, "auto" if how.routed else "off", token_bytes)
+            program = compile_rank(plan, rank, routing="auto" if how.routed else "off")
             self.attention = SequenceAttention(plan, program=program, kernel=kernel)
             if scale.host and not how.peer:
-                seconds = host_seconds(plan, scale.engine_cluster, token_bytes.kv)
+                seconds = host_seconds(plan, scale.engine_cluster, kv_bytes(narrow))
                 steps = program.program.forward, program.program.backward
                 calls = (sum(isinstance(step, Compute) and step.call is not None for step in of) for of in steps)
                 kernel.host = tuple(of * scale.time / max(1, each) for of, each in zip(seconds, calls, strict=True))
@@ -267,11 +268,12 @@ def _run_rounds(rounds: Rounds) -> None:
     shards = tuple(Shard(0, n * rounds.tokens, (n + 1) * rounds.tokens, member) for n, member in enumerate(members))
     plan = SequencePlan((length,), dist.get_world_size(), "ring", shards, shards, ("ring",))
     heads, _ = scale.heads(SHAPES["MHA"])
+    narrow = replace(SHAPES["MHA"], heads=heads, kv_heads=heads, head_size=scale.width, value_size=scale.width)
+    plan = replace(plan, cluster=scale.engine_cluster, shape=narrow)
     group = TransferGroup("ring", True, 1)
     for _ in range(rounds.repeats):
         for routing in ("off", scale.cluster.nics_per_node):
-            token_bytes = TokenBytes.of(heads=heads, kv_heads=heads, head_size=scale.width, item_bytes=2)
-            own = compile_rank(plan, rank, scale.engine_cluster, routing, token_bytes)
+            own = compile_rank(plan, rank, routing=routing)
             listed, _ = rows_on_device(own.program.calls, own.table, torch.device("cpu"))
             transport, kernel = Transport(), ZeroScores(Device(), 0.0)
             exchanges = prepare_exchanges(own, transport, listed.messages)

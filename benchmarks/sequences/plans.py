@@ -47,9 +47,7 @@ from balancing.sequences import (
     limit_seconds,
     step_cost,
 )
-from balancing.sequences.engine.compiler import make_program
-from balancing.sequences.engine.program import LAYOUT_CHANGES
-from balancing.sequences.engine.routing import TokenBytes, routes
+from balancing.sequences.engine.compiler import compile_rank
 from balancing.sequences.traffic import plan_links
 from benchmarks.baselines.sequences import hybrid_groups, plan_sequences
 from benchmarks.processor_time import milliseconds
@@ -247,17 +245,9 @@ def times(repeats: int, progress: Progress) -> list[Row]:
             figure = milliseconds(plan, repeats)
             case = f"{source}, {ranks} ranks, {len(lengths)} sequences"
             rows.append(Row("planner ms", case, method, figure, "ms", figure, None, figure / aim, aim))
-            figure = milliseconds(partial(_compile, plan(), cluster, shape), max(1, repeats // 3))
+            figure = milliseconds(partial(compile_rank, plan(), ranks // 2), max(1, repeats // 3))
             rows.append(Row("planner ms", case, f"{method}: program", figure, "ms", figure, None, figure / aim, None))
     return rows
-
-
-def _compile(plan: SequencePlan, cluster: Cluster, shape: AttentionShape) -> None:
-    """Compile a plan for one rank: its routes and its program."""
-    token_bytes = TokenBytes.of(heads=shape.heads, kv_heads=shape.kv_heads, head_size=shape.head_size, item_bytes=2)
-    rank = plan.ranks // 2
-    slices = routes(plan, rank, cluster, token_bytes.row_bytes)
-    make_program(plan, rank, cluster, relays=[group for group in slices if group.kind not in LAYOUT_CHANGES])
 
 
 def _show(rows: Sequence[Row], console: Console) -> None:

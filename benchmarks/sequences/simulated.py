@@ -17,6 +17,7 @@ import heapq
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -25,7 +26,6 @@ from balancing.sequences import AttentionShape, SequencePlan, limit_seconds, pla
 from balancing.sequences.cost import hidden_seconds, kv_bytes, linear_seconds
 from balancing.sequences.engine.compiler import compile_rank
 from balancing.sequences.engine.program import Compute, Program, Start, TransferGroup
-from balancing.sequences.engine.routing import TokenBytes
 from balancing.sequences.traffic import remap_traffic, traffic_seconds
 from benchmarks.sequences.bound import bound_seconds
 from benchmarks.sequences.emulated_workload import CLUSTERS, SHAPES, Scale, tile_pairs
@@ -44,8 +44,8 @@ def simulated_seconds(
 ) -> float:
     """Seconds of one layer, forward and backward, of the slowest rank. routed: whether a node's cards act as one.
     peer: whether gradients on rings have as many bytes as keys inside nodes, too."""
-    token = TokenBytes.of(heads=shape.heads, kv_heads=shape.kv_heads, head_size=shape.head_size, item_bytes=2)
-    programs = [compile_rank(plan, rank, cluster, "off", token).program for rank in range(plan.ranks)]
+    plan = replace(plan, cluster=cluster, shape=shape)
+    programs = [compile_rank(plan, rank, routing="off").program for rank in range(plan.ranks)]
     linear = [linear_seconds(int(tokens), cluster, shape) / shape.layers for tokens in plan.linear_tokens]
     clocks = [seconds / 3 for seconds in linear]
     for backward in (False, True):

@@ -97,7 +97,7 @@ def _ours(lengths: tuple[int, ...], heads: int, kv_heads: int, size: int, place:
     firsts = [sum(lengths[:number]) for number in range(len(lengths))]
     shards = [shard for shard in plan.linear if shard.rank == rank]
     rows = torch.cat([firsts[s.sequence] + torch.arange(s.start, s.stop) for s in sorted(shards)] or [torch.arange(0)])
-    return rows.to(place), SequenceAttention(plan, program=compile_rank(plan, rank, cluster))
+    return rows.to(place), SequenceAttention(plan, program=compile_rank(plan, rank))
 
 
 def _transformer_engines(

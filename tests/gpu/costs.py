@@ -216,7 +216,7 @@ def _replay(device: str, lengths: tuple[int, ...], planner: str, rank: int) -> d
     cluster = Cluster.preset("h200-8x400g").relabel(nodes=1, ranks_per_node=ranks)
     shape = AttentionShape(heads * size, heads, kv_heads, 32, 4 * heads * size)
     plan = plan_sequences(lengths, cluster, shape=shape, method=planner)
-    attention = SequenceAttention(plan, program=compile_rank(plan, rank, cluster))
+    attention = SequenceAttention(plan, program=compile_rank(plan, rank))
     tokens = int(plan.linear_tokens[rank])
     q, k, v = (
         torch.randn(tokens, h, size, device=place, dtype=torch.bfloat16).requires_grad_()

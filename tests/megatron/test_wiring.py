@@ -13,7 +13,7 @@ from tests.megatron.test_dropout import _all_differ, _digest, _draws
 from tests.support.events import events_in
 from tests.support.moving import at_end_of_step, move_at
 from tests.support.pool import Pool
-from tests.support.sequence_plans import nodes_of, random_plan
+from tests.support.sequence_plans import made_for, nodes_of, random_plan
 from tests.support.settings import scheme_flags, settings
 from tests.support.training import EXACT, MOCK_DATA, MODEL, assert_same, differences, train, train_rank
 
@@ -207,7 +207,7 @@ def _routed_messages(plan: SequencePlan, cluster: Cluster) -> list[tuple[str, in
     """Kind, peer and number of each message that a rank starts in a forward pass over two nodes."""
     import torch.distributed as dist
 
-    from balancing.sequences import SequenceAttention, TokenBytes, compile_rank
+    from balancing.sequences import SequenceAttention, compile_rank
     from balancing.sequences.engine import gather, transport
 
     gather.TILE = 8
@@ -223,8 +223,8 @@ def _routed_messages(plan: SequencePlan, cluster: Cluster) -> list[tuple[str, in
     rank = dist.get_rank()
     tokens = int(plan.linear_tokens[rank])
     q, k, v = (torch.ones(tokens, 2, 4) for _ in range(3))
-    token_bytes = TokenBytes.of(heads=2, kv_heads=2, head_size=4, item_bytes=4)
-    SequenceAttention(plan, program=compile_rank(plan, rank, cluster, 2, token_bytes))(q, k, v)
+    plan = made_for(plan, cluster, item_bytes=4)
+    SequenceAttention(plan, program=compile_rank(plan, rank, routing=2))(q, k, v)
     dist.destroy_process_group()
     return started
 

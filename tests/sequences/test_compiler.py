@@ -37,7 +37,12 @@ from tests.support.sequence_plans import nodes_of, random_plan, zigzag_plan
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=6)
 EXCHANGES = st.sampled_from(["ring", "gather", "mixed"])
 RANKS = st.sampled_from([1, 2, 4, 6])
+MANY = TurnTokens(1, 1)  # of turns, as many as there may be
 LEAST = st.sampled_from([1, 12, 1000]).map(lambda tokens: TurnTokens(tokens, tokens))  # tokens of a turn
+
+
+def _program(plan: SequencePlan, rank: int, cluster: Cluster | None = None, least: TurnTokens = MANY) -> Program:
+    return make_program(plan, rank, cluster or nodes_of(plan.ranks, 1), least)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -142,7 +147,8 @@ def test_few_keys_are_waited_for_and_one_call_computes_everything() -> None:
         starts = [step.group.kind for step in program.backward if isinstance(step, Start)]
         assert starts == ["gather", "return"]
     for least, waits in ((1000, False), (10, True)):
-        others = [make_program(plan, rank, turn_tokens=TurnTokens(least, least), waits=waits) for rank in range(4)]
+        turns = nodes_of(4, 1), TurnTokens(least, least)
+        others = [make_program(plan, rank, *turns, waits=waits) for rank in range(4)]
         assert all(program.merges for program in others)
 
 
@@ -158,10 +164,10 @@ def test_windows_hold_every_pair_once_and_nothing_is_merged(lengths, ranks, seed
         tasks = [task for call in (program.forward, program.backward) for step in call for task in _tasks(step)]
         assert not any(task.merges for task in tasks)
         assert sum(task.area for task in tasks) == 2 * plan.area[program.rank]
-    received = [make_program(plan, rank).rows - plan.tokens[rank] for rank in range(ranks)]
+    received = [_program(plan, rank).rows - plan.tokens[rank] for rank in range(ranks)]
     visible, holder = _visible(plan), np.empty(sum(lengths), int)
     for rank in range(ranks):
-        holder[Simulated(plan, make_program(plan, rank)).own] = rank
+        holder[Simulated(plan, _program(plan, rank)).own] = rank
     assert received == [(visible[holder == rank].any(0) & (holder != rank)).sum() for rank in range(ranks)]
     assert sum(received) == kv_traffic(plan).tokens.sum()
 
@@ -179,7 +185,7 @@ def _visible(plan: SequencePlan) -> np.ndarray:
 
 def _check_programs(plan: SequencePlan, cluster: Cluster | None, least: TurnTokens) -> list[Program]:
     """The programs of all ranks, after each visible pair was found once, and each gradient at home."""
-    programs = [make_program(plan, rank, cluster, turn_tokens=least) for rank in range(plan.ranks)]
+    programs = [_program(plan, rank, cluster, least) for rank in range(plan.ranks)]
     tokens, visible = sum(plan.lengths), _visible(plan)
     for backward in (False, True):
         simulated = [Simulated(plan, program) for program in programs]
@@ -285,7 +291,7 @@ def test_two_ranks_start_their_common_stages_in_one_order(lengths, seed, exchang
     """A communicator that runs messages in the order of their start, as NCCL's, would otherwise stand still. All ranks
     take part in what is a collective: keys that are gathered, and their gradients."""
     plan = random_plan(lengths, 6, seed, exchange=exchange)
-    programs = [make_program(plan, rank, nodes_of(6, 3), turn_tokens=least) for rank in range(6)]
+    programs = [_program(plan, rank, nodes_of(6, 3), least) for rank in range(6)]
     for name in ("forward", "backward"):
         orders = [[s.group for s in getattr(program, name) if isinstance(s, Start)] for program in programs]
         assert len({tuple(s for s in one if s.kind in ("gather", "return")) for one in orders}) == 1
@@ -295,9 +301,9 @@ def test_two_ranks_start_their_common_stages_in_one_order(lengths, seed, exchang
 
 
 def test_ring_is_double_buffered_and_gathering_comes_in_turns() -> None:
-    ring = make_program(zigzag_plan((80,), 8), 3)
+    ring = _program(zigzag_plan((80,), 8), 3)
     assert ring.rows == ring.tokens + 2 * 10
-    program = make_program(zigzag_plan((800,), 8, exchange="gather"), 3)
+    program = _program(zigzag_plan((800,), 8, exchange="gather"), 3)
     turns = [one for group, one in program.messages.items() if group.kind == "gather"]
     received = [sum(message.tokens for message in one.receives if message.peer != 3) for one in turns]
     assert sum(received) == 600 - 50  # the second chunk of rank 3 begins at token 600
@@ -317,7 +323,7 @@ def test_a_key_enters_a_node_once_over_equally_loaded_ranks(lengths, shape, seed
     ranks, node = nodes * per_node, [rank // per_node for rank in range(nodes * per_node)]
     make = zigzag_plan if zigzag else partial(random_plan, seed=seed)
     plan = make(lengths, ranks, exchange="gather")
-    found = gather.gathering(plan, node)
+    found = gather.gathering(plan, node, MANY)
     entered: dict[tuple[int, int, int], int] = {}  # (node, sequence, token) -> round of its keys
     returned: dict[tuple[int, int, int], int] = {}
     received = np.zeros(ranks, int)
@@ -343,7 +349,7 @@ def test_a_copy_is_sent_under_the_next_transfer() -> None:
     other."""
     shards = (Shard(0, 0, 32, 0), Shard(0, 32, 40, 2), Shard(0, 40, 48, 3))
     plan = SequencePlan((48,), 4, "test", shards, shards, ("gather",))
-    program = make_program(plan, 2, nodes_of(4, 2), turn_tokens=TurnTokens(1, 4))
+    program = _program(plan, 2, nodes_of(4, 2), TurnTokens(1, 4))
     assert program.chained == tuple(TransferGroup("gather", True, turn) for turn in range(3))
     lines = str(program).splitlines()
     backward = lines.index("backward:")
@@ -370,7 +376,7 @@ def test_order_of_the_forward_pass() -> None:
     shards = [Shard(0, 10 * r, 10 * r + 10, r) for r in range(4)]
     shards += [Shard(1, 0, 9, 0), Shard(1, 9, 20, 1), Shard(2, 0, 7, 0), Shard(3, 0, 7, 0)]
     plan = SequencePlan((40, 20, 7, 7), 4, "test", tuple(shards), tuple(shards), ("ring", "ring", "local", "local"))
-    lines = str(make_program(plan, 0, nodes_of(4, 2))).splitlines()
+    lines = str(_program(plan, 0, nodes_of(4, 2))).splitlines()
     assert lines[2:7] == [
         "  start ring inter-node round 1: 0-10 to 1, 43-53 from 3",
         "  start ring intra-node round 1: 10-19 to 1, 53-64 from 1",
@@ -481,7 +487,7 @@ def test_flows_are_what_programs_send_between_nodes(lengths, seed, exchange) -> 
     plan, cluster = random_plan(lengths, 6, seed, exchange=exchange, linear="random"), nodes_of(6, 3)
     sent: dict[TransferGroup, dict[tuple[int, int], int]] = defaultdict(dict)
     for rank in range(6):
-        messages = dict(make_program(plan, rank, cluster).messages)
+        messages = dict(_program(plan, rank, cluster).messages)
         messages[TransferGroup("to linear", True)] = _remapped(plan, rank)
         messages[TransferGroup("to attention", True)] = Messages(
             _remapped(plan, rank).receives, _remapped(plan, rank).sends
@@ -491,7 +497,7 @@ def test_flows_are_what_programs_send_between_nodes(lengths, seed, exchange) -> 
                 if not cluster.same_node(rank, message.peer):
                     sent[group][rank, message.peer] = message.tokens
     found: dict[TransferGroup, dict[tuple[int, int], int]] = defaultdict(lambda: defaultdict(int))
-    for group, moved in internode_traffic(plan, cluster).items():
+    for group, moved in internode_traffic(plan, cluster, MANY).items():
         for source, target, rows in zip(*(column.tolist() for column in moved), strict=True):
             found[group][source, target] += rows
     assert found == {group: one for group, one in sent.items() if one}
@@ -501,16 +507,16 @@ def test_a_proxy_takes_part_in_rounds_of_a_ring_it_is_not_in() -> None:
     shards = (Shard(0, 0, 50, 0), Shard(0, 50, 100, 2), Shard(1, 0, 5, 1), Shard(2, 0, 5, 3))
     plan = SequencePlan((100, 5, 5), 4, "test", shards, shards, ("ring", "local", "local"))
     cluster = nodes_of(4, 2, nics=2)
-    relays = list(routes(plan, 1, cluster, lambda group: 4096, 2))
+    relays = list(routes(plan, 1, cluster, lambda group: 4096, 2, turn_tokens=MANY))
     assert relays
-    program = make_program(plan, 1, cluster, relays=relays)
+    program = make_program(plan, 1, cluster, MANY, relays=relays)
     assert {step.group for step in (*program.forward, *program.backward) if isinstance(step, Start)} == set(relays)
 
 
 def test_all_ranks_take_part_where_keys_are_gathered() -> None:
     """A transfer group is a collective: ranks without rows start it, too."""
     plan = SequencePlan((8,), 4, "gather", *[(Shard(0, 0, 4, 0), Shard(0, 4, 8, 2))] * 2, ("gather",))
-    programs = [make_program(plan, rank, Cluster(2, 2, 2, 1e9, 1e9, 1e12, 1e9)) for rank in range(4)]
+    programs = [_program(plan, rank, Cluster(2, 2, 2, 1e9, 1e9, 1e12, 1e9)) for rank in range(4)]
     keys, gradients = (TransferGroup(kind, True, 0) for kind in ("gather", "return"))
     for program in programs:
         forward, backward = (

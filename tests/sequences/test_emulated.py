@@ -8,7 +8,7 @@ import torch
 
 from balancing.sequences import limit_seconds, plan_sequences, step_cost
 from balancing.sequences.cost import kv_bytes, linear_seconds, tile_area
-from balancing.sequences.engine.compiler import make_program
+from balancing.sequences.engine.compiler import compile_rank
 from balancing.sequences.engine.kernels import CPU, Pieces
 from balancing.sequences.engine.program import Compute
 from benchmarks.emulated import device as emulated_device
@@ -50,7 +50,7 @@ def test_tiles_are_those_of_the_cost_model():
     lengths = [5000, 1, 127, 129, 3000]
     plan = plan_sequences(lengths, scale.cluster, shape=SHAPES["MHA"], method="gather")
     for rank in range(4):
-        program = make_program(plan, rank, scale.cluster)
+        program = compile_rank(plan, rank).program
         computed = [call.pieces for call in (program.calls[step.call] for step in program.forward if _calls(step))]
         # Runs of one rank that stand behind one another are one piece, of no more tiles than two; but a turn of keys
         # may end within a tile.

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from balancing.cluster import Cluster
-from balancing.sequences import TokenBytes, compile_rank, linear_layout
+from balancing.sequences import compile_rank, linear_layout
 from balancing.sequences.reference import attention
 from balancing.sequences.sequence_plan import SequencePlan, Shard, in_window
 from tests.support.pool import Pool
-from tests.support.sequence_plans import nodes_of, random_plan, zigzag_plan
+from tests.support.sequence_plans import in_many_turns, made_for, nodes_of, random_plan, zigzag_plan
 
 Case = tuple[SequencePlan, Cluster | None, str | int, int, int]  # plan, cluster, routing, heads, kv_heads
 SIZE = 4  # of heads of queries and keys, and of values unless a test says otherwise
@@ -38,10 +38,6 @@ def _tokens(plan: SequencePlan, rank: int) -> np.ndarray:
     first = np.concatenate(([0], np.cumsum(plan.lengths)))
     shards = plan.shards(rank, linear=True)
     return np.concatenate([np.zeros(0, int)] + [np.arange(s.start, s.stop) + first[s.sequence] for s in shards])
-
-
-def _token_bytes(heads: int, kv_heads: int, item_bytes: int = 8, values: int = SIZE) -> TokenBytes:
-    return TokenBytes.of(heads=heads, kv_heads=kv_heads, head_size=SIZE, item_bytes=item_bytes, value_size=values)
 
 
 PLAIN = Kind()
@@ -71,10 +67,9 @@ def _on_rank(
         *qkv, grad = (torch.from_numpy(x[own]).to(getattr(torch, dtype)) for x in inputs)
         leaves = [x.requires_grad_() for x in (*qkv, *([torch.from_numpy(_sink(heads))] if kind.sinks else []))]
         for _ in range(1 + twice):
-            mine = plan if kind.window is None else in_window(plan, kind.window)
-            token_bytes = _token_bytes(heads, kv_heads, values=kind.values)
-            program = compile_rank(mine, rank, cluster, routing, token_bytes)
-            attention = SequenceAttention(mine, program=program)
+            mine = made_for(plan, cluster, heads=heads, kv_heads=kv_heads, value_size=kind.values)
+            mine = mine if kind.window is None else in_window(mine, kind.window)
+            attention = SequenceAttention(mine, program=compile_rank(mine, rank, routing=routing))
             attention.transport.in_order |= in_order
             out = attention(*qkv, softmax_scale=SCALE, sink=leaves[3] if kind.sinks else None)
             found.append([x.detach().double().numpy() for x in (out, *torch.autograd.grad(out, leaves, grad))])
@@ -146,11 +141,6 @@ HEADS = [(4, 4), (4, 2), (4, 1)]
 RAGGED = [(1, 2, 3, 1, 97, 31, 5), (64,), (16,) * 8, (1,) * 40, (2, 3, 5, 7, 11, 13, 17, 19, 23), (211, 1, 1, 40)]
 
 
-def _in_many_turns(cluster: Cluster) -> Cluster:
-    """The cluster, on which a turn of gathering costs nothing, so that few keys come in several, too."""
-    return replace(cluster, message_seconds=0.0, launch_seconds=0.0, host_seconds=0.0)
-
-
 def _cases(ranks: int) -> list[Case]:
     """Every batch under every exchange, with layouts, kinds of heads, nodes, turns and routing taking turns."""
     cases: list[Case] = []
@@ -158,7 +148,7 @@ def _cases(ranks: int) -> list[Case]:
     for number, lengths in enumerate(RAGGED):
         for kind, exchange in enumerate(("ring", "gather", "mixed")):
             heads = HEADS[(number + kind) % 3]
-            cluster = (None, nodes, _in_many_turns(nodes))[(number + kind) % 3]
+            cluster = (None, nodes, in_many_turns(nodes))[(number + kind) % 3]
             routing = "off" if cluster is None else ("off", 2, "auto")[(number // 2) % 3]
             linear = ("same", "equal", "random")[(number // 2 + kind) % 3]
             plan = random_plan(lengths, ranks, number, exchange=exchange, linear=linear)
@@ -236,7 +226,7 @@ def _repeats(cases: list[Case]) -> list[Any]:
 def test_repeats_bit_for_bit_and_routing_changes_no_bit(pool: Pool) -> None:
     ragged, ring = random_plan(RAGGED[0], 4, 5, linear="random"), zigzag_plan((50, 61), 4)
     nodes = nodes_of(4, 2, nics=2)
-    clusters = nodes, _in_many_turns(nodes)
+    clusters = nodes, in_many_turns(nodes)
     cases: list[Case] = [
         (plan, cluster, routing, 4, 2) for plan in (ragged, ring) for cluster in clusters for routing in ("off", 2)
     ]
@@ -255,8 +245,8 @@ def _events(plan: SequencePlan, cluster: Cluster, routings: list[str | int], val
     found = []
     tokens = len(_tokens(plan, dist.get_rank()))
     for routing in routings:
-        program = compile_rank(plan, dist.get_rank(), cluster, routing, _token_bytes(4, 2, values=values))
-        attention = SequenceAttention(plan, program=program)
+        made = made_for(plan, cluster, heads=4, kv_heads=2, value_size=values)
+        attention = SequenceAttention(made, program=compile_rank(made, dist.get_rank(), routing=routing))
         shapes = (4, SIZE), (2, SIZE), (2, values)
         q, k, v = (torch.ones(tokens, *shape, dtype=torch.float64) for shape in shapes)
         attention(q, k, v)
@@ -291,8 +281,8 @@ def _sent_in_bf16(plan: SequencePlan, cluster: Cluster, routing: int | str) -> l
     from balancing.sequences import SequenceAttention
 
     dist.init_process_group("gloo")
-    program = compile_rank(plan, dist.get_rank(), cluster, routing, _token_bytes(2, 2, 2))
-    attention = SequenceAttention(plan, program=program)
+    plan = made_for(plan, cluster, item_bytes=2)
+    attention = SequenceAttention(plan, program=compile_rank(plan, dist.get_rank(), routing=routing))
     shape = (len(_tokens(plan, dist.get_rank())), 2, SIZE)
     q, k, v = (torch.ones(shape, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     out = attention(q, k, v)
@@ -321,11 +311,11 @@ def _refusals(plan: SequencePlan, other: SequencePlan) -> list[str]:
     dist.init_process_group("gloo")
     tokens = len(_tokens(plan, 0))
     good, wide = (torch.zeros(tokens, heads, 4) for heads in (2, 3))
-    program = compile_rank(plan, 0)
+    program = compile_rank(made_for(plan), 0)
     messages = []
     for make, inputs in (
         ({"program": replace(program, rank=1)}, None),
-        ({"program": compile_rank(other, 0)}, None),
+        ({"program": compile_rank(made_for(other), 0)}, None),
         ({}, (good[:-1], good, good)),
         ({}, (wide, good, good)),
         ({}, (good, good[..., :2], good)),
@@ -354,9 +344,11 @@ def test_what_is_not_supported_is_refused(pool: Pool) -> None:
         assert part in message
 
 
-def test_routing_without_what_it_needs_is_refused() -> None:
+def test_a_plan_without_what_its_program_needs_is_refused() -> None:
     plan = random_plan((9, 4), 2, 0)
+    made = made_for(plan, nodes_of(4, 2))
     with pytest.raises(ValueError, match="routing 'auto' needs the cluster of the plan's 2 ranks"):
-        compile_rank(plan, 0, nodes_of(4, 2), "auto", _token_bytes(2, 2))
-    with pytest.raises(ValueError, match="routing 2 needs token_bytes"):
-        compile_rank(plan, 0, nodes_of(2, 2), 2)
+        compile_rank(made, 0)
+    for missing in ("cluster", "shape"):
+        with pytest.raises(ValueError, match=f"{missing}=None .*; make it with plan_sequences, or give both"):
+            compile_rank(replace(made, **{missing: None}), 0)

@@ -405,5 +405,5 @@ def test_no_piece_is_without_queries_or_keys(method):
     for lengths in ((1,) * 9, (1, 2, 40, 1), (64,), (5, 1, 3, 17, 2, 2)):
         plan = plan_sequences(lengths, cluster, shape=shape, method=method)
         for one, rank in itertools.product((plan, in_window(plan, 3)), range(4)):
-            for call in compile_rank(one, rank, cluster).program.calls:
+            for call in compile_rank(one, rank).program.calls:
                 assert min(call.pieces.queries + call.pieces.keys) > 0

@@ -11,12 +11,12 @@ import pytest
 from balancing.cluster import Cluster
 from balancing.sequences import AttentionShape, compile_rank, plan_sequences, step_cost
 from balancing.sequences.sequence_plan import LatentShape, SequencePlan, in_window
-from tests.sequences.test_engine import SCALE, SIZE, Case, _cases, _token_bytes, _tokens
+from tests.sequences.test_engine import SCALE, SIZE, Case, _cases, _tokens
 from tests.sequences.test_packed_documents import PP, SP, Packed
 from tests.sequences.test_training import BALANCED, CP, LATENT, LOSS, SHORT
 from tests.support.pool import Pool
 from tests.support.sampled import sampled
-from tests.support.sequence_plans import random_plan, zigzag_plan
+from tests.support.sequence_plans import made_for, random_plan, zigzag_plan
 from tests.support.settings import settings
 from tests.support.training import MOE, assert_close
 
@@ -55,10 +55,11 @@ def _on_rank(cases: list[Case], dtype: str = "float64") -> list[tuple[list[np.nd
         inputs = [x if at == 3 else x[own] for at, x in enumerate(_inputs(plan, heads, kv_heads))]
         *leaves, grad = (torch.from_numpy(x).to(getattr(torch, dtype)) for x in inputs)
         q, latents, shared, weight = (x.requires_grad_() for x in leaves)
-        sent, token_bytes = [], _token_bytes(heads, kv_heads, values=VALUES)
+        sent = []
         for travels in (True, False):
-            program = compile_rank(plan, rank, cluster, routing, token_bytes._replace(latents=travels))
-            attention = SequenceAttention(plan, program=program)
+            latent = LatentShape(LATENTS, SHARED) if travels else None
+            made = made_for(plan, cluster, heads=heads, kv_heads=kv_heads, value_size=VALUES, latent=latent)
+            attention = SequenceAttention(made, program=compile_rank(made, rank, routing=routing))
             k, v = _keys_values(latents, shared, weight, kv_heads)
             more = {"latent": latents, "projection": weight} if travels else {}
             out = attention(q, k, v, softmax_scale=SCALE, **more)
@@ -137,7 +138,7 @@ def _refused(plan: SequencePlan, windowed: SequencePlan) -> list[str]:
     said = []
     projected = 2 * (SIZE - SHARED + VALUES)
     for own, numbers, more in ((plan, 9, {}), (plan, projected, {"projection": None}), (windowed, projected, {})):
-        program = compile_rank(own, dist.get_rank())
+        program = compile_rank(made_for(own), dist.get_rank())
         tokens = int(own.linear_tokens[dist.get_rank()])
         q, k, v = torch.ones(tokens, 2, SIZE), torch.ones(tokens, 2, SIZE), torch.ones(tokens, 2, VALUES)
         latents = {"latent": torch.ones(tokens, LATENTS), "projection": torch.ones(numbers, LATENTS)} | more
@@ -190,7 +191,7 @@ def test_the_cost_model_counts_latents() -> None:
     plan = plan_sequences([65536, 20000, 3000, 500], nodes, shape=DEEPSEEK)
     latents, keys = (step_cost(plan, nodes, shape) for shape in (DEEPSEEK, replace(DEEPSEEK, latent=None)))
     assert latents.exchange < keys.exchange / 10 and latents.attention > keys.attention
-    copied = step_cost(plan, nodes, replace(DEEPSEEK, latent=LatentShape(512, 64, copies=4)))
+    copied = step_cost(plan, nodes, replace(DEEPSEEK, tensor_parallel=4))
     assert latents.exchange < copied.exchange < keys.exchange, "each tensor-parallel rank receives whole latents"
     windowed = in_window(plan, 128), nodes, replace(DEEPSEEK, window=128, windowed_layers=61)
     assert step_cost(*windowed) == step_cost(*windowed[:2], replace(windowed[2], latent=None)), (

@@ -13,7 +13,6 @@ from balancing.cluster.presets import H100
 from balancing.cluster.rates import TILE, causal_pairs
 from balancing.sequences import (
     AttentionShape,
-    TokenBytes,
     compile_rank,
     limit_seconds,
     plan_attention,
@@ -34,7 +33,7 @@ from balancing.sequences.engine.program import Compute
 from balancing.sequences.micro_batches import document_seconds
 from balancing.sequences.plan import METHODS
 from balancing.sequences.planners.dealing import deal, piece_area
-from balancing.sequences.rounds import SMALLEST_TURNS, plan_rounds, turn_tokens
+from balancing.sequences.rounds import TurnTokens, plan_rounds, turn_tokens
 from benchmarks.sequences.lengths import DISTRIBUTIONS, draw_batch
 
 GQA = AttentionShape(hidden=4096, heads=32, kv_heads=4, layers=32, ffn_hidden=14336)
@@ -102,10 +101,9 @@ def test_rows_and_pieces_are_those_of_the_calls_of_a_program(distribution, nodes
     batch = draw_batch(distribution, 4096 * 8 * nodes, np.random.default_rng(1))
     plan = plan_sequences(batch, cluster, shape=GQA, method=method)
     work = attention_work(plan, sum(plan_rounds(plan, cluster, turn_tokens(cluster, kv_bytes(GQA)))))
-    token = TokenBytes.of(heads=32, kv_heads=4, head_size=128, item_bytes=2)
     rows, pieces = np.zeros(plan.ranks), np.zeros(plan.ranks)
     for rank in range(plan.ranks):
-        program = compile_rank(plan, rank, cluster, "off", token).program
+        program = compile_rank(plan, rank).program
         for step in program.forward:
             if isinstance(step, Compute) and step.call is not None:
                 queries = program.calls[step.call].pieces.queries
@@ -147,7 +145,7 @@ def test_more_rounds_cost_rows_and_the_host():
     assert seconds[1] > 1.1 * seconds[0]
     slow = replace(plain, rates=replace(H100, operation_seconds=1e-3), message_seconds=1e-6)
     assert turn_tokens(replace(plain, message_seconds=1e-6), 1024).intra < turn_tokens(slow, 1024).intra
-    assert turn_tokens(plain, 1024) == SMALLEST_TURNS
+    assert turn_tokens(plain, 1024) == TurnTokens(1, 1)
     posts = replace(plain, rates=replace(FREE_HOST, post_seconds=1e-3))
     free, host = step_cost(plan, plain, GQA), step_cost(plan, slow, GQA)
     assert free.host == 0 and host.host > 0 and host.total == max(host.device, host.host)

@@ -16,7 +16,6 @@ from balancing.sequences import (
     AttentionShape,
     SequencePlan,
     Shard,
-    TokenBytes,
     causal_area,
     compile_rank,
     kv_traffic,
@@ -28,7 +27,7 @@ from balancing.sequences.cost import TILE, attention_seconds, hidden_tokens, kv_
 from balancing.sequences.engine.program import Compute, Wait
 from balancing.sequences.planners.chunks import _evened
 from balancing.sequences.planners.dealing import joined, piece_area
-from balancing.sequences.rounds import SMALLEST_TURNS, number_of_turns, plan_rounds, turn_tokens, what_is_asked
+from balancing.sequences.rounds import TurnTokens, number_of_turns, plan_rounds, turn_tokens, what_is_asked
 from balancing.sequences.sequence_plan import in_window
 from balancing.sequences.traffic import TokenTraffic, plan_links, traffic_seconds
 from benchmarks.baselines import sequences as baselines
@@ -233,7 +232,7 @@ def test_gathered_keys_are_counted_once_a_node(method, window):
         plan = plan if window is None else in_window(plan, window)
         links, sent = plan_links(plan, cluster), np.zeros((2, plan.ranks))
         for rank in range(plan.ranks):
-            for group, messages in compile_rank(plan, rank, cluster).program.messages.items():
+            for group, messages in compile_rank(plan, rank).program.messages.items():
                 for message in messages.sends if not group.kind.endswith("return") else ():
                     sent[int(not cluster.same_node(rank, message.peer)), rank] += message.tokens
         assert links.far[0] == pytest.approx(sent[1]), "what leaves a rank's node is counted exactly"
@@ -385,7 +384,6 @@ def test_chunks_is_as_good_as_any_planner(distribution):
 @pytest.mark.parametrize("window", [None, 128])
 @pytest.mark.parametrize("method", ["chunks", "zones", "ring", "gather"])
 def test_rounds_of_the_model_are_those_of_the_program(method, window):
-    token_bytes = TokenBytes.of(heads=32, kv_heads=4, head_size=128, item_bytes=2)
     for ranks, cluster in H200.items():
         batch = draw_batch("packed", 4096 * ranks, np.random.default_rng(2))
         plan = plan_sequences(batch, cluster, shape=MODEL, method=method)
@@ -394,7 +392,7 @@ def test_rounds_of_the_model_are_those_of_the_program(method, window):
         rounds = sum(plan_rounds(plan, cluster, turn_tokens(cluster, kv_bytes(MODEL)), copies))
         found = []
         for rank in range(ranks):
-            program = compile_rank(plan, rank, cluster, "off", token_bytes).program
+            program = compile_rank(plan, rank).program
             waits = [step.group for step in program.forward if isinstance(step, Wait)]
             found.append(sum(bool(program.messages[group].receives) for group in waits))
             computes = [step for step in program.forward if isinstance(step, Compute)]
@@ -408,7 +406,7 @@ def test_launches_messages_and_the_host_cost_time():
     """By hand: a ring of four ranks has three rounds; the host counts where it takes longer than the device."""
     quiet = nodes_of(1, 4)
     plan = plan_sequences([200_000], quiet, shape=MHA, method="ring")
-    asked = what_is_asked(plan, quiet, plan_links(plan, quiet), SMALLEST_TURNS)
+    asked = what_is_asked(plan, quiet, plan_links(plan, quiet), TurnTokens(1, 1))
     assert asked.rounds == 3 and asked.messages == (6, 12)
     free = step_cost(plan, quiet, MHA)
     assert free.launch == free.host == 0
@@ -432,9 +430,10 @@ def test_turns_are_sized_in_bytes():
     assert (seconds > 3e-4).all() and seconds[1] - seconds[0] == pytest.approx(16 * 2e-5, rel=0.01), "16 operations"
     assert turn_tokens(cluster, kv_bytes(MHA)).inter == pytest.approx(least.inter / 8, rel=0.01)
     assert number_of_turns([0, 99, 100, 250, 10_000], 100).tolist() == [1, 1, 1, 2, 8]
-    assert turn_tokens(replace(cluster, **NO_LATENCY), 1024) == SMALLEST_TURNS
+    assert turn_tokens(replace(cluster, **NO_LATENCY), 1024) == TurnTokens(1, 1)
     alone = replace(cluster, nodes=1, nic_bandwidth=float("inf"))
     assert turn_tokens(alone, 2048).intra == least.intra
+    assert turn_tokens(replace(alone, **NO_LATENCY), 2048) == TurnTokens(1, 1), "nor does a link that is not there cost"
 
 
 class HalfScheduler:

@@ -8,7 +8,6 @@ import pytest
 from balancing.cluster import Cluster
 from balancing.sequences import AttentionShape, Shard, causal_area, plan_sequences
 from balancing.sequences.engine.compiler import compile_rank
-from balancing.sequences.engine.routing import TokenBytes
 from balancing.sequences.plan import PlanCache, zone_shares
 from balancing.sequences.sequence_plan import SequencePlan, zigzag_area, zigzag_areas
 
@@ -23,7 +22,7 @@ def test_plans_are_made_once_and_for_all_ranks_alike():
         made.append(lengths)
         return plan_sequences(lengths, CLUSTER, shape=SHAPE, chunk=8)
 
-    ranks = [PlanCache(make, lambda plan, rank=rank: compile_rank(plan, rank, CLUSTER)) for rank in range(2)]
+    ranks = [PlanCache(make, lambda plan, rank=rank: compile_rank(plan, rank)) for rank in range(2)]
     first, again = ranks[0]([100, 7, 21]), ranks[0](np.array([100, 7, 21]))
     assert made == [(100, 7, 21)]
     assert again.plan is first.plan and first.milliseconds > again.milliseconds == 0
@@ -40,11 +39,10 @@ def test_plans_are_made_once_and_for_all_ranks_alike():
 def test_programs_travel_with_their_routes():
     """A worker sends plan and program; what arrives is what the step would have compiled itself."""
     plan = plan_sequences([100, 7, 21], CLUSTER, shape=SHAPE, method="ring")
-    token_bytes = TokenBytes.of(heads=4, kv_heads=2, head_size=16, item_bytes=8)
-    program = compile_rank(plan, 3, CLUSTER, 2, token_bytes)
+    program = compile_rank(plan, 3, routing=2)
     assert program.routes, "four ranks on two nodes with several NICs"
     sent, own = pickle.loads(pickle.dumps((plan, program)))
-    assert sent == plan and own == program == compile_rank(sent, 3, CLUSTER, 2, token_bytes)
+    assert sent == plan and own == program == compile_rank(sent, 3, routing=2)
 
 
 def test_zone_shares():

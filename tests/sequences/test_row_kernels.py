@@ -169,7 +169,7 @@ def _run_engine(lengths: list[int], method: str, rank: int) -> None:
     cluster = Cluster.preset("h200-8x400g").relabel(2, 2)
     shape = AttentionShape(64, 4, 2, 2, 64)
     plan = plan_sequences(lengths, cluster, shape=shape, method=method)
-    program = compile_rank(plan, rank, cluster)
+    program = compile_rank(plan, rank)
     tokens = int(plan.linear_tokens[rank])
     inputs = [torch.zeros(tokens, heads, 16, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2)]
     with fake_ranks(rank, plan.ranks):

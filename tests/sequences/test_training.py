@@ -339,13 +339,13 @@ def _share(fixed: bool) -> None:
     samples = _Samples([[10, 6], [1, 2, 13], [16]], padding=[0, 5, 15])
     ranks = []
     for rank in range(3):
-        ahead = PlanCache(make, partial(compile_rank, rank=rank, cluster=cluster))
+        ahead = PlanCache(make, partial(compile_rank, rank=rank))
         dataset = PlannedDataset(samples, ahead, Domain(rank, 3), Rows(3, 2, fixed), padding=7)
         assert (len(dataset), dataset.index_split) == (3, "train")
         (batch,) = DataLoader(dataset, batch_sampler=[[0, 1, 2]])
         plan, program, origins, _ = pickle.loads(batch["plan"][0])
         assert origins == (0,) * len(plan.lengths)
-        assert program == compile_rank(plan, rank, cluster)
+        assert program == compile_rank(plan, rank)
         own = positions(plan, rank, batch["tokens"].shape[1])
         assert own.tolist() == batch["position_ids"][0].tolist()
         ranks.append({name: batch[name][0] for name in ("tokens", "labels", "loss_mask", "position_ids")})

@@ -2,15 +2,30 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 from balancing.cluster import Cluster
-from balancing.sequences import linear_layout
+from balancing.sequences import AttentionShape, linear_layout
 from balancing.sequences.sequence_plan import SequencePlan, Shard
 
 
 def nodes_of(ranks: int, nodes: int, nics: int = 1) -> Cluster:
     """A cluster of `nodes` nodes with fast links inside."""
     return Cluster(nodes, ranks // nodes, nics, 100e9, 10e9, 1e12, 1e9)
+
+
+def in_many_turns(cluster: Cluster) -> Cluster:
+    """The cluster, on which a turn of gathering costs nothing, so that few keys come in several, too."""
+    return replace(cluster, message_seconds=0.0, launch_seconds=0.0, host_seconds=0.0)
+
+
+def made_for(plan: SequencePlan, cluster: Cluster | None = None, *, heads: int = 2, **sizes: Any) -> SequencePlan:
+    """The plan with what its programs need. cluster: None is one node, where keys come in as many turns as may be.
+    sizes: further ones of `AttentionShape`."""
+    one = Cluster(1, plan.ranks, 1, 100e9, float("inf"), 1e12, 1e9)
+    wanted = {"kv_heads": heads, "head_size": 4, "item_bytes": 8, "layers": 1, "ffn_hidden": 0} | sizes
+    return replace(plan, cluster=cluster or in_many_turns(one), shape=AttentionShape(8, heads, **wanted))
 
 
 def zigzag_plan(lengths: Sequence[int], ranks: int, *, exchange: str = "ring", linear: str = "same") -> SequencePlan:

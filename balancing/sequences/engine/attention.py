@@ -251,7 +251,7 @@ def prepare_exchanges(
             messages,
             rows[group],
             program.routes.get(group),
-            lambda peer: cluster is None or cluster.same_node(peer, program.rank),
+            lambda peer: cluster.same_node(peer, program.rank),
             tag=_tag(group),
             collective=collective and together,
             alone=not program.remapped and group in (TO_ATTENTION, TO_LINEAR),

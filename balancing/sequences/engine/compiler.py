@@ -52,7 +52,7 @@ from balancing.sequences.engine.program import (
 )
 from balancing.sequences.engine.routing import Routing, Slice, TokenBytes, check_routing, routes
 from balancing.sequences.engine.row_indices import RowTable, make_table
-from balancing.sequences.rounds import SMALLEST_TURNS, TurnTokens, turn_tokens
+from balancing.sequences.rounds import TurnTokens, turn_tokens
 from balancing.sequences.sequence_plan import SequencePlan, Shard, by_sequence, join_adjacent, runs_of
 
 __all__ = ["RankProgram", "compile_rank", "make_program"]
@@ -63,7 +63,7 @@ class RankProgram:
     """One rank's compiled part of a plan. It can be pickled.
 
     rank: in the plan.
-    cluster: tells which ranks share a node; None if all do.
+    cluster: tells which ranks share a node.
     program: transfers and computation of attention.
     table: rows of the program's calls and messages, for the device.
     to_attention, to_linear: changes of layout; None where attention has the linear layout, token for token.
@@ -72,7 +72,7 @@ class RankProgram:
     """
 
     rank: int
-    cluster: Cluster | None
+    cluster: Cluster
     program: Program
     table: RowTable
     to_attention: Messages | None
@@ -81,33 +81,31 @@ class RankProgram:
     remapped: bool
 
 
-def compile_rank(
-    plan: SequencePlan,
-    rank: int,
-    cluster: Cluster | None = None,
-    routing: Routing = "off",
-    token_bytes: TokenBytes | None = None,
-) -> RankProgram:
-    """The program of one rank. It is deterministic, so the programs of all ranks fit together.
+def compile_rank(plan: SequencePlan, rank: int, *, routing: Routing = "auto") -> RankProgram:
+    """The program of one rank, the one that training runs. It is deterministic, so the programs of all ranks fit
+    together.
 
-    plan: of the whole batch.
+    plan: of the whole batch, with the cluster and the shape that it was made for. They tell which ranks share a node,
+        in how many turns keys are gathered, and whether routing pays.
     rank: in the plan.
-    cluster: tells which ranks share a node; None if all do.
-    routing: "off", "auto", or the number of proxies that share a transfer between nodes.
-    token_bytes: sizes for planning routes and turns of gathering. Needed unless routing is "off". Without it or without
-        a cluster there are as many turns as allowed.
+    routing: "auto", "off", or the number of proxies that share a transfer between nodes.
 
-    Raises ValueError for a rank outside the plan, an unknown routing, and routing without a cluster of the plan's
-    ranks or without token_bytes.
+    Raises ValueError for a rank outside the plan, a plan without cluster and shape, a cluster of fewer ranks than the
+    plan, an unknown routing, and routing between the nodes of a cluster of more ranks than the plan.
     """
+    cluster, shape = plan.cluster, plan.shape
+    if cluster is None or shape is None:
+        raise ValueError(
+            f"a plan with cluster={cluster} and shape={shape} does not tell its programs; make it with plan_sequences, "
+            "or give both: dataclasses.replace(plan, cluster=..., shape=...)"
+        )
+    check_routing(routing)
+    token_bytes = TokenBytes.of(plan, shape)
+    turns = turn_tokens(cluster, token_bytes.kv)
     slices: dict[TransferGroup, list[Slice]] = {}
-    turns = SMALLEST_TURNS if cluster is None or token_bytes is None else turn_tokens(cluster, token_bytes.kv)
-    if routing != "off":
-        check_routing(routing)
-        if cluster is None or cluster.world_size != plan.ranks:
+    if routing != "off" and cluster.nodes > 1:
+        if cluster.world_size != plan.ranks:
             raise ValueError(f"routing {routing!r} needs the cluster of the plan's {plan.ranks} ranks, not {cluster}")
-        if token_bytes is None:
-            raise ValueError(f"routing {routing!r} needs token_bytes; give those of the layers' attention")
         if routing != "auto" or routing_pays(
             plan,
             cluster,
@@ -117,8 +115,7 @@ def compile_rank(
         ):
             slices = routes(plan, rank, cluster, token_bytes.row_bytes, routing, turn_tokens=turns)
     relays = [group for group, own in slices.items() if own and group.kind not in LAYOUT_CHANGES]
-    waits = token_bytes is None or not token_bytes.latents
-    program = make_program(plan, rank, cluster, relays=relays, turn_tokens=turns, waits=waits)
+    program = make_program(plan, rank, cluster, turns, relays=relays, waits=not token_bytes.latents)
     linear_shards = plan.shards(rank, linear=True)
     if not plan.remapped and linear_shards == program.shards:
         table = make_table(program.calls, program.messages, program.rows)
@@ -134,20 +131,20 @@ def compile_rank(
 def make_program(
     plan: SequencePlan,
     rank: int,
-    cluster: Cluster | None = None,
+    cluster: Cluster,
+    turn_tokens: TurnTokens,
     *,
     relays: Iterable[TransferGroup] = (),
-    turn_tokens: TurnTokens = SMALLEST_TURNS,
     waits: bool = True,
 ) -> Program:
-    """The program of one rank.
+    """A program of one rank with given turns of gathering. `compile_rank` makes the one that training runs.
 
     plan: of the whole batch.
     rank: in the plan.
-    cluster: tells which ranks share a node; None if all do.
+    cluster: tells which ranks share a node.
+    turn_tokens: least tokens of a turn of gathering, the same on all ranks.
     relays: transfer groups in which the rank relays messages of other ranks. It takes part in them even without
         messages of its own.
-    turn_tokens: least tokens of a turn of gathering, the same on all ranks.
     waits: whether queries may wait for all of their keys if these are fewer than the tokens of a turn.
 
     Raises ValueError for a rank outside the plan or a cluster that is smaller than the plan.
@@ -176,17 +173,17 @@ class _Builder:
         self,
         plan: SequencePlan,
         rank: int,
-        cluster: Cluster | None,
+        cluster: Cluster,
         relays: Iterable[TransferGroup],
         turn_tokens: TurnTokens,
         waits: bool,
     ) -> None:
         if not 0 <= rank < plan.ranks:
             raise ValueError(f"rank {rank} is not in a plan of {plan.ranks} ranks (0 to {plan.ranks - 1})")
-        if cluster is not None and cluster.world_size < plan.ranks:
+        if cluster.world_size < plan.ranks:
             raise ValueError(f"a cluster of {cluster.world_size} ranks is too small for a plan of {plan.ranks} ranks")
         self.plan, self.rank, self.turn_tokens, self.waits = plan, rank, turn_tokens, waits
-        self.node = [0 if cluster is None else cluster.node(r) for r in range(plan.ranks)]
+        self.node = [cluster.node(r) for r in range(plan.ranks)]
         self.own_shards = tuple(sorted(plan.shards(rank)))
         self.row: dict[tuple[int, int], int] = {}  # (sequence, start of an own shard) -> own row
         row = 0

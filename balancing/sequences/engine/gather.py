@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from balancing.sequences.rounds import SMALLEST_TURNS, TurnTokens, number_of_turns
+from balancing.sequences.rounds import TurnTokens, number_of_turns
 from balancing.sequences.sequence_plan import TILE, Range, SequencePlan, Shard, by_sequence, reaches, runs_of
 
 __all__ = ["Gathering", "Transfer", "gathering"]
@@ -73,7 +73,7 @@ class _Piece(NamedTuple):
     holder: int
 
 
-def gathering(plan: SequencePlan, node: Sequence[int], turn_tokens: TurnTokens = SMALLEST_TURNS) -> Gathering:
+def gathering(plan: SequencePlan, node: Sequence[int], turn_tokens: TurnTokens) -> Gathering:
     """The transfers that bring all ranks the keys that they need.
 
     node: node of each rank, ascending.

@@ -23,8 +23,8 @@ from balancing.cluster.links import first_nics
 from balancing.sequences.cost import pair_flops
 from balancing.sequences.engine.gather import gathering
 from balancing.sequences.engine.program import TransferGroup
-from balancing.sequences.rounds import SMALLEST_TURNS, TurnTokens
-from balancing.sequences.sequence_plan import SequencePlan, Shard, by_sequence, columns
+from balancing.sequences.rounds import TurnTokens
+from balancing.sequences.sequence_plan import AttentionShape, SequencePlan, Shard, by_sequence, columns
 from balancing.sequences.traffic import TokenTraffic, remap_traffic
 
 __all__ = [
@@ -66,27 +66,14 @@ class TokenBytes(NamedTuple):
     latents: bool = False
 
     @classmethod
-    def of(
-        cls,
-        *,
-        heads: int,
-        kv_heads: int,
-        head_size: int,
-        item_bytes: int,
-        value_size: int | None = None,
-    ) -> "TokenBytes":
-        """For attention with these heads on this rank.
-
-        heads: query heads of the rank.
-        kv_heads: key-value heads of the rank.
-        head_size: elements of a head.
-        item_bytes: bytes of an element, 2 for bf16.
-        value_size: elements of a head of values; head_size by default.
-        """
-        values = head_size if value_size is None else value_size
-        kv = kv_heads * (head_size + values) * item_bytes
-        queries, out = heads * head_size * item_bytes, heads * values * item_bytes
-        return cls(kv, queries + kv, out, pair_flops(heads, head_size, values))
+    def of(cls, plan: SequencePlan, shape: AttentionShape) -> "TokenBytes":
+        """For the layers of a plan. Keys in a sliding window are sent themselves, also where there is a latent."""
+        (heads, kv_heads), size, values = shape.heads_of_rank, shape.head_size, shape.value_size
+        kv, item = kv_heads * (size + values), shape.item_bytes
+        latent = shape.latent if plan.sees_all else None
+        sent = kv if latent is None else latent.size + latent.shared
+        flops = pair_flops(heads, size, values)
+        return cls(sent * item, (heads * size + kv) * item, heads * values * item, flops, latent is not None)
 
     def row_bytes(self, transfer_group: TransferGroup) -> int:
         """Bytes of one row of a transfer group. For changes of layout, bytes of the forward pass."""
@@ -177,7 +164,7 @@ def routes(
     row_bytes: Callable[[TransferGroup], int],
     routing: Routing = "auto",
     *,
-    turn_tokens: TurnTokens = SMALLEST_TURNS,
+    turn_tokens: TurnTokens,
 ) -> dict[TransferGroup, list[Slice]]:
     """The slices that one rank sends, relays or receives, by transfer group with a route. The groups are the same on
     all ranks.
@@ -295,7 +282,7 @@ def _relays(cluster: Cluster) -> np.ndarray:
 
 
 def internode_traffic(
-    plan: SequencePlan, cluster: Cluster, turn_tokens: TurnTokens = SMALLEST_TURNS
+    plan: SequencePlan, cluster: Cluster, turn_tokens: TurnTokens
 ) -> dict[TransferGroup, TokenTraffic]:
     """Rows between nodes in each transfer group of attention, forward and backward, changes of layout included.
 

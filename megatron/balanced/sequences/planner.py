@@ -8,7 +8,6 @@ from balancing.cluster import Cluster
 from balancing.sequences import AttentionShape, SequencePlan, plan_attention, plan_sequences
 from balancing.sequences.config import SequenceConfig
 from balancing.sequences.engine.compiler import RankProgram, compile_rank
-from balancing.sequences.engine.routing import TokenBytes
 from balancing.sequences.planners.minimal_reshard import Lengths, zigzag, zigzag_of_rows
 from balancing.sequences.sequence_plan import layer_kinds, same_exchange
 
@@ -27,7 +26,6 @@ class Planner:
     cluster: the ranks that share sequences.
     rank: index of this rank among them.
     shape: of the model's attention.
-    token_bytes: of a token in the attention of this rank.
     cuts_documents: whether Megatron-LM cuts each document over context-parallel ranks, and not the packed row.
     """
 
@@ -35,7 +33,6 @@ class Planner:
     cluster: Cluster
     rank: int
     shape: AttentionShape
-    token_bytes: TokenBytes
     cuts_documents: bool = False
 
     def plan(self, lengths: tuple[int, ...]) -> SequencePlan:
@@ -68,7 +65,8 @@ class Planner:
         cut = zigzag if self.cuts_documents or ways == 1 else zigzag_of_rows
         layout = tuple(sorted(cut(lengths, ways), key=itemgetter(3, 0, 1)))
         flat = tuple(chain.from_iterable(lengths))
-        return SequencePlan(flat, ranks, "given", layout, layout, same_exchange(layout, flat, "gather"))
+        exchange, made_for = same_exchange(layout, flat, "gather"), (self.cluster, self.shape)
+        return SequencePlan(flat, ranks, "given", layout, layout, exchange, None, None, *made_for)
 
     def compile(self, plan: SequencePlan) -> Programs:
         """The programs of this rank for a plan."""
@@ -78,5 +76,4 @@ class Planner:
 
     def _compile(self, plan: SequencePlan) -> RankProgram:
         named: dict[int, str] = {0: "auto", 1: "off"}
-        routing = named.get(self.config.routing, self.config.routing) if self.cluster.nodes > 1 else "off"
-        return compile_rank(plan, self.rank, self.cluster, routing, self.token_bytes)
+        return compile_rank(plan, self.rank, routing=named.get(self.config.routing, self.config.routing))

@@ -2,18 +2,16 @@
 
 from typing import Any
 
-from megatron.core import mpu
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 
 from balancing.pipeline.pattern import read_pattern
 from balancing.sequences import AttentionShape
 from balancing.sequences.engine.kernel_trial import AttentionHeads
-from balancing.sequences.engine.routing import TokenBytes
 from balancing.sequences.sequence_plan import LatentShape
 from megatron.balanced.shared.tail import layer_numbers
 
-__all__ = ["attention_shape", "bytes_of_token", "heads_of_rank", "latent_shape", "layer_kind"]
+__all__ = ["attention_shape", "heads_of_rank", "latent_shape", "layer_kind"]
 
 
 def attention_shape(model: TransformerConfig, pattern: str | None = None) -> AttentionShape:
@@ -41,6 +39,8 @@ def attention_shape(model: TransformerConfig, pattern: str | None = None) -> Att
         window=model.window_size[0] if _has_window(model) else None,
         windowed_layers=sum(layer_kind(model, number) for number in numbers),
         latent=latent_shape(model),
+        tensor_parallel=model.tensor_model_parallel_size,
+        item_bytes=model.params_dtype.itemsize,
     )
 
 
@@ -68,31 +68,13 @@ def latent_shape(model: Any) -> LatentShape | None:
     apart = _has_window(model) or recomputed or model.delay_wgrad_compute
     if not getattr(model, "multi_latent_attention", False) or model.fp8 or model.fp4 or apart:
         return None
-    return LatentShape(model.kv_lora_rank, model.qk_pos_emb_head_dim, model.tensor_model_parallel_size)
+    return LatentShape(model.kv_lora_rank, model.qk_pos_emb_head_dim)
 
 
 def heads_of_rank(shape: AttentionShape, model: TransformerConfig) -> AttentionHeads:
     """The heads of attention on this rank."""
-    ways = mpu.get_tensor_model_parallel_world_size()
-    heads, kv_heads = (max(number // ways, 1) for number in (shape.heads, shape.kv_heads))
-    sizes = shape.head_size, shape.value_size
-    return AttentionHeads(model.params_dtype, heads, kv_heads, *sizes, shape.window is not None)
-
-
-def bytes_of_token(shape: AttentionShape, model: TransformerConfig) -> TokenBytes:
-    """Bytes of a token in the attention of this rank, for routing. If ranks exchange latents, the bytes of keys and
-    values are those of latents."""
-    heads, item_bytes = heads_of_rank(shape, model), model.params_dtype.itemsize
-    token_bytes = TokenBytes.of(
-        heads=heads.heads,
-        kv_heads=heads.kv_heads,
-        head_size=shape.head_size,
-        item_bytes=item_bytes,
-        value_size=shape.value_size,
-    )
-    if shape.latent is None:
-        return token_bytes
-    return token_bytes._replace(kv=(shape.latent.size + shape.latent.shared) * item_bytes, latents=True)
+    sizes = *shape.heads_of_rank, shape.head_size, shape.value_size
+    return AttentionHeads(model.params_dtype, *sizes, shape.window is not None)
 
 
 def _has_window(model: Any) -> bool:

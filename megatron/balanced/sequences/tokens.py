@@ -26,7 +26,7 @@ from megatron.balanced.cpu.device import is_cpu
 from megatron.balanced.sequences.domain import Domain
 from megatron.balanced.sequences.events import StepRecord
 from megatron.balanced.sequences.planner import Planner
-from megatron.balanced.sequences.shape import bytes_of_token, heads_of_rank
+from megatron.balanced.sequences.shape import heads_of_rank
 from megatron.balanced.shared.log import print_once
 from megatron.balanced.shared.process_groups import cluster_of, duplicate_group, split_group
 
@@ -113,8 +113,7 @@ class Sharing:
 
     def planner(self, *, cuts_documents: bool = False) -> Planner:
         """Makes plans. cuts_documents: as in `Planner`."""
-        token_bytes = bytes_of_token(self.shape, self.model)
-        return Planner(self.config, self.cluster, self.domain.rank, self.shape, token_bytes, cuts_documents)
+        return Planner(self.config, self.cluster, self.domain.rank, self.shape, cuts_documents)
 
 
 class Tokens:
