@@ -5,21 +5,27 @@ The program of one rank of a plan runs with its messages stubbed: torch's fake p
 for nothing. What arrives is whatever lies in memory, so nothing is computed that means anything, at the right cost. On
 the CPU operations that a GPU would launch are counted, and nothing is timed."""
 
+import cProfile
+import pstats
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from balancing.sequences import causal_area
 from balancing.sequences.engine.kernel_choice import kernels_of_gpu
 from balancing.sequences.engine.kernels import CPU, Kernel, Pieces
+from balancing.sequences.engine.program import Compute
+from benchmarks.host.attention import busiest, packed_documents
 from tests.gpu.training import local_device
 from tests.gpu.trial import Notes
 
 # (ranks, query heads, key-value heads, size of a head) of the layer that is planned
 LAYER = {"cuda": (8, 32, 8, 128), "cpu": (8, 4, 2, 16)}
-PACKED = (32768, 8192, 8192, 4096, 4096, *(1024,) * 8)  # 9k tokens a rank
+PACKED = tuple(packed_documents(8))  # 9k tokens a rank
 # Documents and key-value heads, by name.
 CASES = {
     "packed 72k": (PACKED, 8),
@@ -29,7 +35,8 @@ CASES = {
     "512 x 128": ((128,) * 512, 8),
     "1 x 16k, 32 key heads": ((16384,), 32),
 }
-PLANNERS = ("chunks", "zones", "ring", "gather")
+# Ranks, on nodes of eight, and the planners whose plans are timed there.
+PLANS = {device: ((8, ("chunks", "zones", "ring", "gather")), (16, ("chunks",)), (64, ("chunks",))) for device in LAYER}
 ROUNDS = 5  # timed
 # Operations of torch that start no kernel.
 _VIEWS = ("view", "slice", "select", "split", "unbind", "transpose", "expand", "squeeze", "permute", "detach", "alias")
@@ -183,41 +190,46 @@ def attention_rates(device: str, notes: Notes) -> None:
 
 
 def planners(device: str, notes: Notes) -> None:
-    """Launches, host and time of one layer on the first rank of each plan, forward and backward, beside the even share
-    of the whole batch by our kernel and by the best; of `chunks` also the slowest rank."""
-    ranks = LAYER[device][0]
-    lengths = _shrunk(PACKED, device)
-    whole = _rates(lengths, LAYER[device][2], device)
-    _, ours = _best({name: times for name, times in whole.items() if name.startswith("ours")})
+    """One layer as training runs it, forward and backward: the program of the busiest rank of each plan, beside the
+    even share of attention's work by the best kernel. On 8 ranks of a node by each planner, over nodes by `chunks`."""
+    whole = _rates(_shrunk(PACKED, device), LAYER[device][2], device)
     name, best = _best(whole)
-    if best:
-        notes.figure(f"even share of {ranks}: {ours / ranks:.1f} ms by our kernel, {best / ranks:.1f} by {name}")
-    for planner in PLANNERS:
-        found = _replay(device, lengths, planner, 0)
-        assert found["launches"] > 10 and found["tokens"] > 0
-        times = f", host {found['host']:.1f} ms, in all {found['all']:.1f} ms" if found["all"] else ""
-        notes.figure(f"{planner}: {found['launches']:.0f} launches{times}")
-    if device == "cuda":
-        slowest = max(_replay(device, lengths, "chunks", rank)["all"] for rank in range(ranks))
-        notes.figure(f"slowest rank of chunks {slowest:.1f} ms, {slowest / (best / ranks):.2f} of the best even share")
+    for ranks, methods in PLANS[device]:
+        lengths = _shrunk(tuple(packed_documents(ranks)), device)
+        even = best * causal_area(lengths) / causal_area(_shrunk(PACKED, device)) / ranks
+        if best:
+            notes.figure(f"even share of {ranks}: {even:.1f} ms by {name}")
+        for method in methods:
+            found = _replay(device, lengths, ranks, method, notes)
+            times = ""
+            if even:
+                times = f", host {found['host']:.1f} ms, {found['host'] / even:.2f} of the even share, device "
+                times += f"{found['device']:.1f} ms, {found['device'] / even:.2f}, in all {found['all']:.1f} ms"
+                times += f"; the best kernel's share of the device {found['attention'] / found['device']:.0%}"
+            where = f"{method}, rank {found['rank']:.0f} of {ranks}"
+            notes.figure(f"{where}: {found['calls']:.0f} calls, {found['launches']:.0f} launches{times}")
 
 
-def _replay(device: str, lengths: tuple[int, ...], planner: str, rank: int) -> dict[str, float]:
-    """Launches of one layer on one rank of a plan, milliseconds of the host and in all, and the rank's tokens."""
+def _replay(device: str, lengths: tuple[int, ...], ranks: int, method: str, notes: Notes) -> dict[str, float]:
+    """The program of the busiest rank of a plan: its rank, calls of attention forward and backward, launches, and
+    milliseconds of the host, in all, of kernels and of those of attention. Notes the device's time by kind of kernel,
+    and the dearest functions of the host."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from balancing.cluster import Cluster
-    from balancing.sequences import AttentionShape, SequenceAttention, compile_rank, plan_sequences
+    from balancing.sequences import AttentionShape, SequenceAttention, plan_sequences
 
     place = local_device(device)
-    ranks, heads, kv_heads, size = LAYER[device]
-    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
-    cluster = Cluster.preset("h200-8x400g").relabel(nodes=1, ranks_per_node=ranks)
+    heads, kv_heads, size = LAYER[device][1:]
+    nodes = max(1, ranks // 8)
+    cluster = Cluster.preset("h200-8x400g").relabel(nodes, ranks // nodes)
     shape = AttentionShape(heads * size, heads, kv_heads, 32, 4 * heads * size)
-    plan = plan_sequences(lengths, cluster, shape=shape, method=planner)
-    attention = SequenceAttention(plan, program=compile_rank(plan, rank))
-    tokens = int(plan.linear_tokens[rank])
+    plan = plan_sequences(lengths, cluster, shape=shape, method=method)
+    program = busiest(plan)
+    dist.init_process_group("fake", rank=program.rank, world_size=ranks, store=FakeStore())
+    attention = SequenceAttention(plan, program=program)
+    tokens = int(plan.linear_tokens[program.rank])
     q, k, v = (
         torch.randn(tokens, h, size, device=place, dtype=torch.bfloat16).requires_grad_()
         for h in (heads, kv_heads, kv_heads)
@@ -227,14 +239,57 @@ def _replay(device: str, lengths: tuple[int, ...], planner: str, rank: int) -> d
         out = attention(q, k, v)
         out.backward(torch.ones_like(out))
 
-    host, device_ms = _timed(layer, device)
-    found = {"tokens": tokens, "launches": _launches(layer, device), "host": host, "all": max(host, device_ms)}
+    host, elapsed = _timed(layer, device)
+    launches, kinds = _launches(layer, device)
+    where = f"{method}, {ranks} ranks"
+    if kinds:
+        by_kind = ", ".join(f"{kind} {took:.2f} ms in {count}" for kind, (count, took) in kinds.items())
+        notes.detail(f"{where}: {by_kind}")
+    notes.detail(f"{where}: dearest on the host, under a profiler: {', '.join(_dearest(layer))}")
     dist.destroy_process_group()
-    return found
+    steps = (*program.program.forward, *program.program.backward)
+    calls = sum(isinstance(step, Compute) and step.call is not None for step in steps)
+    assert tokens and calls and launches > calls
+    took = {kind: milliseconds for kind, (_, milliseconds) in kinds.items()}
+    found = {"rank": program.rank, "calls": calls, "launches": launches, "host": host, "all": max(host, elapsed)}
+    return found | {"device": sum(took.values()), "attention": took.get("attention", 0.0)}
 
 
-def _launches(call: Callable[[], None], device: str) -> int:
-    """Kernels that a call starts, copies and fills included; on the CPU, operations that would start one."""
+def _dearest(call: Callable[[], None], number: int = 10) -> list[str]:
+    """The functions that take the host longest by themselves, with microseconds and calls of one call. Backward runs in
+    this thread, so that its functions are seen."""
+    profile = cProfile.Profile()
+    with torch.autograd.set_multithreading_enabled(False):
+        call()
+        with profile:
+            for _ in range(ROUNDS):
+                call()
+    rows = sorted(pstats.Stats(profile).stats.items(), key=lambda row: -row[1][2])[:number]  # type: ignore[attr-defined]
+    return [
+        f"{name.strip('<>')} ({Path(file).name}:{line}) {1e6 * own / ROUNDS:.0f} us in {count / ROUNDS:.0f}"
+        for (file, line, name), (_, count, own, *_) in rows
+    ]
+
+
+# Kinds of kernels by parts of their names; the first that fits counts. cuDNN and FlashAttention start helpers of their
+# own beside attention; sums and merges are our Triton kernels.
+KINDS = {
+    "helpers of attention": ("dot_do_o", "convert_d", "reduce_head", "tma_setup", "cudnn::fusion"),
+    "attention": ("flash", "sdpa", "fmha"),
+    "sums": ("add_kernel",),
+    "merges": ("merge_kernel",),
+    "copies and fills": ("Memcpy", "Memset", "copy", "Fill", "fill", "Cat", "index", "elementwise"),
+}
+
+
+def kind_of(kernel: str) -> str:
+    """The kind of a kernel in `KINDS`, or "other"."""
+    return next((kind for kind, parts in KINDS.items() if any(part in kernel for part in parts)), "other")
+
+
+def _launches(call: Callable[[], None], device: str) -> tuple[int, dict[str, tuple[int, float]]]:
+    """Kernels that a call starts, copies and fills included, and by kind their number and milliseconds. On the CPU,
+    operations that would start one, and no kinds."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     if device == "cuda":
@@ -242,7 +297,12 @@ def _launches(call: Callable[[], None], device: str) -> int:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             call()
             torch.cuda.synchronize()
-        return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
+        kinds: dict[str, tuple[int, float]] = {}
+        for event in profile.events():
+            if event.device_type == torch.autograd.DeviceType.CUDA:
+                count, took = kinds.get(kind := kind_of(event.name), (0, 0.0))
+                kinds[kind] = count + 1, took + event.time_range.elapsed_us() / 1e3
+        return sum(count for count, _ in kinds.values()), kinds
 
     class Counted(TorchDispatchMode):
         count = 0
@@ -254,7 +314,7 @@ def _launches(call: Callable[[], None], device: str) -> int:
 
     with Counted():
         call()
-    return Counted.count
+    return Counted.count, {}
 
 
 # -- experts -----------------------------------------------------------------------------------------------------------

@@ -2,16 +2,18 @@
 twice to know its noise."""
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tests.gpu.references import recorded
-from tests.gpu.routes import flipped
+from tests.gpu.routes import first_flip, flipped
 from tests.gpu.training import (
     EXPERTS,
     PP2,
+    REORDERED,
     TOLERANCE,
     Comparison,
     Orders,
@@ -22,7 +24,7 @@ from tests.gpu.training import (
     replicated,
     run,
 )
-from tests.gpu.trial import FP32, TF32, Trial
+from tests.gpu.trial import Trial
 from tests.support.corpus import heavy_tailed
 from tests.support.pool import REPOSITORY
 from tests.support.settings import scheme_flags, settings
@@ -95,6 +97,8 @@ def one_rank(trial: Trial) -> None:
             assert not (precision == "fp32" and told.rounding), f"{told.rounding} multiplies in TF32"
             assert max(off) <= TOLERANCE[precision], f"{name}, {precision}: {max(off):.1e} from a CPU's, {off}"
             seen.append(f"{precision} within {max(off):.1e}")
+            places = Counter(wait.removeprefix(f"{REPOSITORY}/") for wait in told.waits)
+            trial.detail(f"{name}, {precision}: the host waits in {_places(places)}")
             files = {wait.rpartition(":")[0].removeprefix(f"{REPOSITORY}/") for wait in told.waits}
             ours_wait = {file for file in files if file.startswith(("balancing/", "examples/", "megatron/balanced/"))}
             assert ours_wait <= allowed, f"the host waits in {ours_wait}"
@@ -102,42 +106,52 @@ def one_rank(trial: Trial) -> None:
         trial.figure(f"{name}: {', '.join(seen)}, {cost}" + f", {told.peak / 2**20:.0f} MiB" * bool(told.peak))
 
 
+def _places(counted: Counter[str]) -> str:
+    """Where the host waited for the device in the last iteration, by how often."""
+    return ", ".join(f"{place} {count} times" for place, count in counted.most_common()) or "no place"
+
+
 def replicas(trial: Trial) -> None:
-    """Replicas of experts in slots of their own, in slots that layers share, and while messages overlap compute: within
-    the tolerance in fp32 and bf16, and with products rounded to TF32 only shown, with how many routes flip."""
+    """Replicas of experts against none on this device: in slots of their own, in slots that layers share, and while
+    messages overlap compute. First every token goes to the experts of one recorded run, so that sums in another order
+    are all that differs. Then routes are free, and losses are compared until the first route flips, which happens where
+    two scores are equal but for rounding. A CPU's losses are compared in the first iteration, before routes can flip
+    that its record does not have."""
     overlapped = "shared", "--overlap-moe-expert-parallel-comm"
     modes = [("resident", ""), ("shared", ""), overlapped]
-    orders = Orders(routes=True)
-    kinds: list[tuple[str, Any, Any]] = [("fp32", FP32, modes)]
-    if trial.device == "cuda":
-        kinds += [("fp32 in TF32", TF32, modes[:2]), ("bf16", FP32, [overlapped])]
-    for precision, environment, balanced in kinds:
-        bound = precision != "fp32 in TF32"
-        argv = unbalanced("experts", trial, precision[:4])
-        reference, again = (
-            run(trial, 2, argv, orders, what=f"{precision}, {which}", environment=environment)
-            for which in ("reference", "again")
-        )
-        kept = recorded("experts", trial.device) if precision.startswith("fp32") else ()
-        seen = Comparison(trial, precision, reference, again, kept, bound)
-        routes = [f"again {_flips(again, reference)}"]
-        for mode, flags in balanced:
-            name = f"{mode} {flags}".strip()
-            report = trial.folder / f"{precision}-{name}".replace(" ", "")
-            balance = f"--balance-experts {settings('experts', min_gain=0, replica_mode=mode)} {flags}"
-            balance += f" --balance-report {report}"
-            told = run(
-                trial, 2, [*argv, *balance.split()], orders, what=f"{precision}, {name}", environment=environment
-            )
-            assert replicated(report) > 4, "hardly anything was replicated"
-            routes.append(f"{name} {_flips(told, reference)}")
-            trial.detail(f"{precision}: routes that flip by iteration, {routes[-1]}")
-            seen.check(name, told)
-        seen.figure()
-        rounding = sorted({name for rank in reference for name in rank.rounding})
-        trial.figure(
-            f"{precision}: routes that flip {'; '.join(routes)}; TF32 in {', '.join(rounding) or 'no product'}"
-        )
+    kinds: dict[str, Any] = {"fp32": modes, **({"bf16": [overlapped]} if trial.device == "cuda" else {})}
+    for precision, balanced in kinds.items():
+        argv = unbalanced("experts", trial, precision)
+
+        def train(what: str, orders: Orders, flags: str = "", argv: Any = argv, precision: str = precision) -> Any:
+            return run(trial, 2, [*argv, *flags.split()], orders, what=f"{precision}, {what}")
+
+        free = Orders(routes=True)
+        reference, again = train("reference", free), train("again", free)
+        kept = recorded("experts", trial.device)[:1] if precision == "fp32" else ()
+        fixed = Orders(routes=True, replayed=tuple(rank.routes for rank in reference))
+        for routes, orders in {"fixed": fixed, "free": free}.items():
+            if orders is fixed:
+                unmoved, repeated = train("reference, routes fixed", fixed), train("again, routes fixed", fixed)
+                seen = Comparison(trial, precision, unmoved, repeated)
+            else:
+                unmoved, seen = reference, Comparison(trial, precision, reference, again, kept)
+            flips = [] if orders is fixed else [f"again {_flips(again, reference)}"]
+            for mode, flags in balanced:
+                name = f"{mode} {flags}".strip() + f", routes {routes}"
+                report = trial.folder / f"{precision}-{mode}{flags}-{routes}"
+                balance = f"--balance-experts {settings('experts', min_gain=0, replica_mode=mode)} {flags}"
+                told = train(name, orders, f"{balance} --balance-report {report}")
+                assert replicated(report) > 4, "hardly anything was replicated"
+                same = first_flip(told, unmoved, len(losses(unmoved)))
+                flips.append(f"{name} {_flips(told, unmoved)}")
+                trial.detail(f"{precision}: routes that flip by iteration, {flips[-1]}")
+                assert orders is free or same == len(losses(unmoved)), "a route that is fixed flipped"
+                within = REORDERED if orders is fixed and precision == "fp32" else 0.0
+                seen.check(name, told, within=within, iterations=same)
+            seen.figure()
+            if orders is free:
+                trial.figure(f"{precision}: routes that flip {'; '.join(flips)}")
 
 
 def _flips(told: Any, reference: Any) -> str:

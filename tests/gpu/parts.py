@@ -49,14 +49,23 @@ def _alone(name: str, test: str, seconds: int, ranks: int, shows: str, needs: st
 
 PARTS = (
     Part("nccl-2", "collectives.two_ranks", 6, 2, "every collective that training uses"),
-    Part("one-rank", "parity.one_rank", 42, 1, "losses of a CPU, and waits of the host"),
-    Part(
-        "experts", "parity.replicas", 105, 2, "losses with replicas of experts, TF32 off and on, and routes that flip"
+    _alone(
+        "cost", "costs:planners", 45, 1, "what runs of a plan at 8, 16 and 64 ranks: launches, host, device by kind"
     ),
+    Part("experts", "parity.replicas", 125, 2, "replicas against none, routes fixed and free, and routes that flip"),
+    _alone("trial", "quarters.trial", 45, 4, "what a job's own trials say of replicas, by the clock", "mps"),
+    Part("nccl-4", "collectives.four_ranks", 8, 4, "in groups of two as well", after="nccl-2"),
+    Part("nccl-large", "collectives.large_messages", 14, 2, "64 MiB, two communicators at once", after="nccl-2"),
+    Part("early-exit", "parity.early_exit", 32, 2, "tokens exit, no stage waits for ever"),
+    Part("te-experts", "parity.transformer_engines_experts", 100, 2, "replicas in 16 and 8 bits", needs="engine"),
+    Part("release", "moves.release", 16, 2, "training goes on without the ranks that left"),
+    _alone("memory-of-a-move", "moves.memory_of_a_move", 12, 2, "at most one layer more; seconds, GB/s"),
+    Part("sanitizer", "races.sanitizer", 40, 2, "torch sees no unordered access"),
+    _alone("quarters-experts", "quarters.experts", 95, 4, "EP 4, busiest rank 2.7 times the mean, by the clock", "mps"),
+    Part("one-rank", "parity.one_rank", 42, 1, "losses of a CPU, and waits of the host"),
     Part("sequences", "parity.documents", 80, 2, "losses under each planner"),
     Part("layers", "parity.moved_layers", 48, 2, "losses with layers that move"),
     _alone("quarters", "quarters.layers", 75, 4, "moved layers by the clock: 4 stages on quarters of a GPU", "mps"),
-    _alone("cost", "costs:planners", 45, 1, "launches, host and time of attention by plan, beside the even share"),
     Part("attention", "attention:kernel_parity", 35, 1, "kernels and merged pieces against float64 on the host"),
     Part("merges", "attention:merges_and_sums", 5, 1, "merges of pieces and sums of gradients", needs="compiler"),
     Part("split", "splits.kernels_like_numpy", 12, 1, "splits of tokens equal to the token", needs="compiler"),
@@ -65,19 +74,11 @@ PARTS = (
         "te-context", "context.beside_transformer_engine", 20, 4, "attention by plan against TE's own", needs="engine"
     ),
     Part("te", "parity.all_balancers", 40, 4, "all three with Transformer Engine's layers", needs="engine"),
-    _alone("quarters-experts", "quarters.experts", 75, 4, "EP 4, busiest rank 2.7 times the mean, by the clock", "mps"),
     _alone("rates-attention", "costs:attention_rates", 45, 1, "TFLOP/s of attention by kernel and length"),
     _alone("rates-experts", "costs:expert_rates", 30, 1, "TFLOP/s of grouped products by rows and experts"),
     _alone("rates-split", "costs:split_times", 12, 1, "device and host of a split of tokens", "compiler"),
     _alone("shares", "costs:moe_shares", 8, 1, "a Mixtral layer's share of the slowest rank, by plan"),
     _alone("quarters-sequences", "quarters.sequences", 70, 4, "CP 4 on packed documents, by the clock", "mps"),
-    Part("nccl-4", "collectives.four_ranks", 8, 4, "in groups of two as well", after="nccl-2"),
-    Part("nccl-large", "collectives.large_messages", 14, 2, "64 MiB, two communicators at once", after="nccl-2"),
-    Part("early-exit", "parity.early_exit", 32, 2, "tokens exit, no stage waits for ever"),
-    Part("te-experts", "parity.transformer_engines_experts", 100, 2, "replicas in 16 and 8 bits", needs="engine"),
-    Part("release", "moves.release", 16, 2, "training goes on without the ranks that left"),
-    _alone("memory-of-a-move", "moves.memory_of_a_move", 12, 2, "at most one layer more; seconds, GB/s"),
-    Part("sanitizer", "races.sanitizer", 40, 2, "torch sees no unordered access"),
 )
 
 

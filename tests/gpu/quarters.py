@@ -1,9 +1,10 @@
 """Gains by the clock on one GPU: four ranks, each on a quarter of it, train without and with a balancer.
 
 MPS gives each process a share of the GPU (CUDA_MPS_ACTIVE_THREAD_PERCENTAGE), so ranks compute side by side as on four
-smaller GPUs. Messages go through sockets on one host and are much slower than between GPUs, so a gain is what is left
-of it here. If there is none because messages take the step, the figure says so. On the CPU device the same runs are
-made, small, and their times mean nothing."""
+smaller GPUs. With NCCL below 2.30 messages go through sockets on one host and are much slower than between GPUs, so a
+gain is what is left of it here; `NCCL_LIBRARY=FILE scripts/gpu_check.sh` uses a newer one, whose ranks talk on the GPU.
+If there is no gain because messages take the step, the figure says so. On the CPU device the same runs are made, small,
+and their times mean nothing."""
 
 import json
 import statistics
@@ -23,6 +24,7 @@ SKEW = 2.7
 _WARM = 3  # iterations that are not counted
 _CHANGE, _INTERVAL, _AFTER = 4, 4, 6  # steps before layers freeze, between decisions about layers, and after the move
 _STEPS = 8
+_TRIAL = 20  # steps of a job's own trials
 _SHAPE = {
     "cpu": "",
     "cuda": "--hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048",
@@ -92,28 +94,57 @@ def layers(trial: Trial) -> None:
         )
 
 
-def experts(trial: Trial) -> None:
-    """Routing that sends the first of four expert-parallel ranks 2.7 times the mean: without replicas, with them, and
-    the same with even routing, which is the limit."""
+def _experts(trial: Trial) -> list[str]:
+    """The command line of four expert-parallel ranks whose experts are most of a step."""
     shape = "--num-layers 4"
-    if trial.device == "cuda":
-        shape += " --moe-ffn-hidden-size 8192 --micro-batch-size 4 --global-batch-size 64"
+    if trial.device == "cuda":  # with smaller experts messages take the step; with larger ones an H100 is too small
+        shape = "--num-layers 2 --moe-ffn-hidden-size 24576 --micro-batch-size 2 --global-batch-size 32"
     experts = EXPERTS.replace("--moe-router-topk 2", "--moe-router-topk 1 --moe-router-pre-softmax")
     experts = experts.replace("--expert-model-parallel-size 2", f"--expert-model-parallel-size {RANKS}")
-    argv = [*_base(trial), *f"{experts} {shape} --train-iters {_STEPS} --moe-router-load-balancing-type none".split()]
-    report = trial.folder / "report"
-    balance = f"--balance-experts {settings('experts', min_gain=0)} --balance-report {report}".split()
-    kinds = {"uneven": ([], SKEW), "with replicas": (balance, SKEW), "even": ([], 1.0)}
-    took = {
-        name: statistics.median(_clocked(trial, [*argv, *flags], name, skew)[_WARM:])
-        for name, (flags, skew) in kinds.items()
+    return [*_base(trial), *f"{experts} {shape} --moe-router-load-balancing-type none".split()]
+
+
+def experts(trial: Trial) -> None:
+    """Routing that sends the first of four expert-parallel ranks 2.7 times the mean: without replicas, with them as the
+    gate decides by default and wherever they balance tokens (`min_gain: 0`), and the same with even routing, which is
+    the limit."""
+    argv = [*_experts(trial), "--train-iters", str(_STEPS)]
+    always = settings("experts", min_gain=0)
+    kinds = {"uneven": ("", SKEW), "by the gate": ("--balance-experts", SKEW)}
+    kinds |= {"with replicas": (f"--balance-experts {always}", SKEW), "even": ("", 1.0)}
+    took = {}
+    for name, (flags, skew) in kinds.items():
+        report = f"--balance-report {trial.folder / name.replace(' ', '-')}" if flags else ""
+        own = [*argv, *f"{flags} {report}".split()]
+        took[name] = statistics.median(_clocked(trial, own, name, skew)[_WARM:])
+    events = {
+        name: [
+            event for event in _events(trial.folder / name.replace(" ", "-"), "experts") if "imbalance_before" in event
+        ]
+        for name in ("by the gate", "with replicas")
     }
-    events = [event for event in _events(report, "experts") if event["action"] == "replicate"]
-    assert events, "nothing was replicated"
-    loads = [statistics.median(event[f"imbalance_{when}"] for event in events) for when in ("before", "after")]
+    replicated = [event for event in events["with replicas"] if event["action"] == "replicate"]
+    assert replicated, "nothing was replicated"
+    loads = [statistics.median(event[f"imbalance_{when}"] for event in replicated) for when in ("before", "after")]
     assert abs(loads[0] / SKEW - 1) < 0.2 and loads[1] < 1.2, f"busiest rank over the mean, before and after: {loads}"
     trial.figure("busiest rank over the mean {:.2f}, with replicas {:.2f}".format(*loads))
-    _gain(trial, took, "with replicas", "uneven", took["uneven"] / took["even"])
+    gate = sum(event["action"] == "replicate" for event in events["by the gate"])
+    trial.figure(f"the gate replicated in {gate} of {len(events['by the gate'])} decisions")
+    limit = took["uneven"] / took["even"]
+    _gain(trial, {name: took[name] for name in ("uneven", "by the gate")}, "by the gate", "uneven", limit)
+    _gain(trial, took, "with replicas", "uneven", limit)
+
+
+def trial(trial: Trial) -> None:
+    """A job as a user would ask it: `--balance-trial` runs steps with and without replicas in turn, and says what they
+    gain by the clock. Routing is uneven as in `experts`."""
+    report = trial.folder / "report"
+    argv = [*_experts(trial), *f"--train-iters 1000 --balance-experts --balance-report {report}".split()]
+    _clocked(trial, [*argv, "--balance-trial", str(_TRIAL)], "trial", SKEW)
+    (found,) = (event for event in _events(report, "experts") if event["action"] == "trial")
+    assert 0 < found["gain_low"] <= found["gain"] <= found["gain_high"]
+    where = "{gain:.2f} times as fast by the clock, {gain_low:.2f} to {gain_high:.2f} in {pairs} pairs".format(**found)
+    trial.figure(f"replicas: {where}")
 
 
 def sequences(trial: Trial) -> None:

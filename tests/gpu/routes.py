@@ -1,24 +1,35 @@
-"""Which experts tokens are sent to: noted, to count decisions that flip between two runs, or forced to be uneven."""
+"""Which experts tokens are sent to: noted, to count decisions that flip between two runs; repeated from a run before,
+so that none flips; or forced to be uneven."""
 
+from collections import Counter
 from typing import Any
 
 import numpy as np
 
-__all__ = ["flipped", "watch_routes"]
+__all__ = ["first_flip", "flipped", "watch_routes"]
 
 
-def watch_routes(routes: dict[int, list[bytes]] | None, skew: float) -> None:
-    """Have routers note the experts of each micro-batch in `routes`, by layer, unless that is None; and with `skew`
-    send so many times the mean to the experts of the first expert-parallel rank."""
+def watch_routes(
+    routes: dict[int, list[bytes]] | None, skew: float, replayed: dict[int, list[bytes]] | None = None
+) -> None:
+    """Have routers note the experts of each micro-batch in `routes`, by layer, unless that is None; with `skew` send so
+    many times the mean to the experts of the first expert-parallel rank; and with `replayed`, such notes of this rank,
+    choose these experts again, weighted by the scores that they have now."""
     import torch
     from megatron.core import parallel_state
     from megatron.core.transformer.moe.router import TopKRouter
 
     routing = TopKRouter.routing
+    micro_batches: Counter[int] = Counter()  # by layer, that were routed
 
     def watched(self: Any, logits: Any, *args: Any, **kwargs: Any) -> Any:
         if skew:
             logits = logits + (_forced(logits, skew) - logits).detach()
+        if replayed is not None:
+            bits = np.frombuffer(replayed[self.layer_number][micro_batches[self.layer_number]], np.uint8)
+            micro_batches[self.layer_number] += 1
+            chosen = torch.from_numpy(np.unpackbits(bits, count=logits.numel())).to(logits.device).view(logits.shape)
+            logits = logits.masked_fill(chosen == 0, -1e4)
         found = routing(self, logits, *args, **kwargs)
         if routes is not None:
             bits = np.packbits(found[1].detach().bool().cpu().numpy())
@@ -50,3 +61,9 @@ def flipped(ours: Any, theirs: Any, iterations: int) -> tuple[list[int], int]:
                 counts[number * iterations // len(batches)] += int((mine & ~yours & 1).sum())
                 of += int(mine.sum())
     return counts, of // iterations
+
+
+def first_flip(ours: Any, theirs: Any, iterations: int) -> int:
+    """The first iteration in which a decision flipped, from 0; their number if none did."""
+    counts, _ = flipped(ours, theirs, iterations)
+    return next((iteration for iteration, count in enumerate(counts) if count), iterations)

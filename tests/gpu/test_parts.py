@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from tests.gpu.__main__ import run_part
+from tests.gpu.costs import kind_of
 from tests.gpu.parts import PARTS
-from tests.gpu.routes import flipped
-from tests.gpu.training import Comparison, Told
+from tests.gpu.routes import first_flip, flipped
+from tests.gpu.training import REORDERED, Comparison, Told
 from tests.gpu.trial import Machine, Notes, Trial
 from tests.support.patience import PATIENCE
 from tests.support.pool import REPOSITORY
@@ -70,7 +71,9 @@ def test_a_comparison_shows_each_iteration_and_its_own_noise(tmp_path):
     reference[1].rounding = ("Transformer Engine",)
     with pytest.raises(AssertionError, match=r"Transformer Engine.* multiplies in TF32"):
         Comparison(trial, "fp32", reference, again)
-    Comparison(trial, "fp32 in TF32", reference, again, bound=False).check("resident", [Told([5.0, 4.4]), Told()])
+    seen.check("free", [Told([5.0, 4.4]), Told()], iterations=1)  # a route flipped in the second
+    with pytest.raises(AssertionError, match=r"fixed, fp32: a loss differs by 5.0e-05"):
+        seen.check("fixed", [Told([5.0, 4.0002]), Told()], within=REORDERED)
 
 
 def test_routes_that_flip_are_counted_by_iteration():
@@ -80,7 +83,26 @@ def test_routes_that_flip_are_counted_by_iteration():
     first, other = [[1, 0, 0], [0, 1, 0]], [[1, 0, 0], [0, 0, 1]]
     reference = [told(first, first, first, first), told(other, other, other, other)]
     assert flipped(reference, reference, 2) == ([0, 0], 8)
-    assert flipped([told(first, first, first, other), told(other, other, first, first)], reference, 2) == ([0, 3], 8)
+    later = [told(first, first, first, other), told(other, other, first, first)]
+    assert flipped(later, reference, 2) == ([0, 3], 8)
+    assert (first_flip(later, reference, 2), first_flip(reference, reference, 2)) == (1, 2)
+
+
+def test_device_time_is_told_by_kind():
+    """By names of kernels as a profile of an H200 has them."""
+    kinds = {
+        "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_64x64x128_1x4x1_cga1x1": "attention",
+        "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 64, 4, false>>": "attention",
+        "void cudnn::fusion::compute_dot_do_o_ragged_specialized<true, 128>(void const*": "helpers of attention",
+        "void cudnn::fusion::fmha_reduce_head_ragged<true>(void const*, void*)": "helpers of attention",
+        "void pytorch_flash::flash_bwd_convert_dq_kernel<Flash_bwd_kernel_traits<128>>": "helpers of attention",
+        "add_kernel": "sums",
+        "merge_kernel": "merges",
+        "Memset (Device)": "copies and fills",
+        "void at::native::vectorized_elementwise_kernel<8, at::native::FillFunctor<float>>": "copies and fills",
+        "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)": "other",
+    }
+    assert {name: kind_of(name) for name in kinds} == kinds
 
 
 def test_the_engine_is_imported_before_the_library_that_is_linked_against_it():

@@ -19,6 +19,7 @@ from benchmarks.host.attention import Kernel
 from benchmarks.host.counting import Counted, fake_ranks
 from tests.support.command import run_python
 from tests.support.patience import PATIENCE
+from tests.support.sequence_plans import in_many_turns
 
 pytest.importorskip("triton")
 
@@ -165,8 +166,9 @@ def test_nothing_is_compiled_after_the_first_micro_batch(monkeypatch: pytest.Mon
 
 
 def _run_engine(lengths: list[int], method: str, rank: int) -> None:
-    """Forward and backward pass of one rank of four, without messages, with a kernel that computes nothing."""
-    cluster = Cluster.preset("h200-8x400g").relabel(2, 2)
+    """Forward and backward pass of one rank of four, without messages, with a kernel that computes nothing. Keys come in
+    as many turns as may be, so that all kinds of launches occur."""
+    cluster = in_many_turns(Cluster.sheet("h200-8x400g").relabel(2, 2))
     shape = AttentionShape(64, 4, 2, 2, 64)
     plan = plan_sequences(lengths, cluster, shape=shape, method=method)
     program = compile_rank(plan, rank)
