@@ -158,7 +158,7 @@ class LayerSeconds:
         return LayerSeconds(values[:n], values[n : 2 * n], *fixed)
 
 
-def over_ranks(device: ArrayLike, wall: ArrayLike, experts: ArrayLike, *, tells_waiting: bool = True) -> FloatArray:
+def over_ranks(device: ArrayLike, wall: ArrayLike, experts: ArrayLike, *, tells_waiting: bool) -> FloatArray:
     """Combine the measurements of several ranks that hold the same layers.
 
     device, wall: float arrays [rank, ...], device and wall-clock seconds.

@@ -181,7 +181,7 @@ def layer_moves(current: StagePlan, plan: StagePlan) -> tuple[LayerMove, ...]:
 
 
 def migration_seconds(
-    current: StagePlan, plan: StagePlan, layer_bytes: ArrayLike, bandwidth: float, *, fixed: float = 0.0
+    current: StagePlan, plan: StagePlan, layer_bytes: ArrayLike, bandwidth: float, *, fixed: float
 ) -> float:
     """Seconds for which a move stops training; 0 if no layer moves.
 

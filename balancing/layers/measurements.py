@@ -54,9 +54,7 @@ def layer_seconds(record: RankRecord, layers: int, *, in_turn: bool = False) -> 
     return means
 
 
-def join_ranks(
-    seconds: Sequence[FloatArray], experts: Sequence[int], *, tells_waiting: bool = True
-) -> list[LayerSeconds]:
+def join_ranks(seconds: Sequence[FloatArray], experts: Sequence[int], *, tells_waiting: bool) -> list[LayerSeconds]:
     """The cost of the whole model in each of several iterations.
 
     seconds: for each rank an array [iteration, layers + fixed parts, 2, 2] of `layer_seconds`.

@@ -198,7 +198,7 @@ def measured_cost(model: Model, plan: StagePlan) -> LayerSeconds:
     spans[-1] += [Span("forward", "head", plan.virtual - 1, 0, 0.0, 0.0, 0.0)] if not model.head else []
     records = [RankRecord(at, at, 0, 0, 0, 0, 0, 0.0, 0.0, 1.0, 0, 0, 0, 0, each) for at, each in enumerate(spans)]
     seconds = [layer_seconds(record, model.layers, in_turn=True)[None] for record in records for _ in range(2)]
-    return join_ranks(seconds, [0] * len(seconds))[0]
+    return join_ranks(seconds, [0] * len(seconds), tells_waiting=True)[0]
 
 
 def _models(share: float) -> Iterator[tuple[str, Model]]:

@@ -144,7 +144,7 @@ def test_what_a_move_carries():
     with pytest.raises(ValueError, match="has 12 layers, the new one 8"):
         layer_moves(old, OLD)
     with pytest.raises(ValueError, match="bandwidth is 0"):
-        migration_seconds(old, new, weight, 0)
+        migration_seconds(old, new, weight, 0, fixed=0.0)
 
 
 # ---- costs
@@ -178,17 +178,19 @@ def test_a_frozen_front_is_seen_in_backward_only():
 def test_over_ranks():
     """Two replicas of two expert-parallel ranks: the slower of each pair, then the mean of the pairs."""
     seconds = [[1.0, 4.0], [3.0, 2.0], [2.0, 2.0], [2.0, 8.0]]
-    assert over_ranks(seconds, seconds, [0, 0, 1, 1]).tolist() == [2.5, 6.0]
-    assert over_ranks(seconds, seconds, range(4)).tolist() == [2.0, 4.0]
+    assert over_ranks(seconds, seconds, [0, 0, 1, 1], tells_waiting=True).tolist() == [2.5, 6.0]
+    assert over_ranks(seconds, seconds, range(4), tells_waiting=True).tolist() == [2.0, 4.0]
     with pytest.raises(ValueError, match=r"experts \(2,\), for device of shape \(4, 2\)"):
-        over_ranks(seconds, seconds, [0, 1])
+        over_ranks(seconds, seconds, [0, 1], tells_waiting=True)
 
 
 def test_messages_are_a_cost_of_the_layer_and_waiting_for_another_rank_is_not():
     """One rank enters a layer 5 s before the other. Work takes 1 and 2 s, messages 1.5 s, in which both wait."""
     device, wall = [[1.0], [2.0]], [[8.5], [3.5]]
-    assert over_ranks(device, wall, [0, 0]).tolist() == [3.5]
-    assert over_ranks(device, wall, [0, 1]).tolist() == [1.5], "alone in its group a rank waits for no other"
+    assert over_ranks(device, wall, [0, 0], tells_waiting=True).tolist() == [3.5]
+    assert over_ranks(device, wall, [0, 1], tells_waiting=True).tolist() == [1.5], (
+        "alone in its group a rank waits for no other"
+    )
     # A GPU's events have the wait of the rank that came first in its work.
     assert over_ranks(wall, wall, [0, 0], tells_waiting=False).tolist() == [3.5]
     assert over_ranks(wall, wall, [0, 1], tells_waiting=False).tolist() == [6.0]

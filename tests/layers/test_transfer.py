@@ -112,19 +112,19 @@ def test_what_ranks_measured_becomes_the_cost_of_the_model():
     ]
     records = [_record(n, s + whole_step) for n, s in enumerate([first, *second])]
     in_turn = [layer_seconds(record, 2, in_turn=True)[None] for record in records]
-    (cost,) = join_ranks(in_turn, [0, 0, 0])
+    (cost,) = join_ranks(in_turn, [0, 0, 0], tells_waiting=True)
     assert cost.forward.tolist() == [1.0, 3.0], "the slowest of ranks that wait for each other"
     assert cost.backward.tolist() == [3.0, 6.0]
     assert (cost.embedding, cost.head) == ((0.5, 0.0), (0.25, 0.5))
     assert cost.tail == (0.0, 0.0)
-    (cost,) = join_ranks(in_turn, [0, 0, 1])
+    (cost,) = join_ranks(in_turn, [0, 0, 1], tells_waiting=True)
     assert cost.forward.tolist() == [1.0, 2.5], "the mean of replicas"
     seconds = [layer_seconds(record, 2)[None] for record in records]
-    (cost,) = join_ranks([seconds[0], seconds[1], seconds[1]], [0, 0, 0])
+    (cost,) = join_ranks([seconds[0], seconds[1], seconds[1]], [0, 0, 0], tells_waiting=True)
     assert cost.forward.tolist() == [1.0, 3.0], "both wait one second for messages"
     assert (cost.embedding, cost.head) == ((0.5, 0.0), (1.25, 1.5))
     with pytest.raises(ValueError, match="measured on no rank"):
-        join_ranks([np.stack(s) for s in seconds[:1]], [0])
+        join_ranks([np.stack(s) for s in seconds[:1]], [0], tells_waiting=True)
 
 
 def test_activations_are_what_measured_memory_leaves_over():

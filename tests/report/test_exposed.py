@@ -64,6 +64,6 @@ def test_a_layer_costs_what_it_computes_and_what_is_exposed():
     """The rank with few tokens waits for the one with many, which waits for messages alone."""
     seconds = [layer_seconds(record, 2, in_turn=True)[None] for record in (_record(0, 7.0, 1.0), _record(1, 3.0, 6.0))]
     assert seconds[0][0, 1, 0].tolist() == [7.0, 8.0], "device seconds, and with what is exposed"
-    (cost,) = join_ranks(seconds, [0, 0])
+    (cost,) = join_ranks(seconds, [0, 0], tells_waiting=True)
     assert cost.forward.tolist() == [2.0, 8.0], "not what the other micro-batch computed in between"
     assert (cost.embedding, cost.head) == ((0.5, 0.0), (0.5, 0.0))

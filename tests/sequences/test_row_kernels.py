@@ -166,8 +166,8 @@ def test_nothing_is_compiled_after_the_first_micro_batch(monkeypatch: pytest.Mon
 
 
 def _run_engine(lengths: list[int], method: str, rank: int) -> None:
-    """Forward and backward pass of one rank of four, without messages, with a kernel that computes nothing. Keys come in
-    as many turns as may be, so that all kinds of launches occur."""
+    """Forward and backward pass of one rank of four, without messages, with a kernel that computes nothing. Keys come
+    in as many turns as may be, so that all kinds of launches occur."""
     cluster = in_many_turns(Cluster.sheet("h200-8x400g").relabel(2, 2))
     shape = AttentionShape(64, 4, 2, 2, 64)
     plan = plan_sequences(lengths, cluster, shape=shape, method=method)

@@ -124,7 +124,7 @@ class LayerPlanner:
 
     def learn_speed(self, before: StagePlan, moved: Moved) -> None:
         """Use the speed of the move from `before` to the current plan to predict later moves."""
-        busiest = migration_seconds(before, self._mover.plan, self._layer_bytes(), 1.0)  # bytes, at 1 byte/s
+        busiest = migration_seconds(before, self._mover.plan, self._layer_bytes(), 1.0, fixed=0.0)  # bytes, at 1 byte/s
         self._fixed = moved.rebuild_ms / 1e3
         self._bandwidth = max(busiest / max(moved.move_ms / 1e3, 1e-9), 1.0)
 
