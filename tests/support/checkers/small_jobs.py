@@ -64,7 +64,7 @@ def attention(exchange: str, linear: str, per_node: int = 0) -> list[np.ndarray]
     from balancing.sequences.engine import gather
     from balancing.sequences.engine.attention import SequenceAttention
     from balancing.sequences.engine.compiler import compile_rank
-    from tests.support.sequence_plans import made_for, nodes_of, random_plan, zigzag_plan
+    from tests.support.sequence_plans import in_many_turns, made_for, nodes_of, random_plan, zigzag_plan
 
     gather.TILE = 8  # or short sequences would come in one turn
     dist.init_process_group("gloo")
@@ -74,7 +74,7 @@ def attention(exchange: str, linear: str, per_node: int = 0) -> list[np.ndarray]
     draw = torch.Generator().manual_seed(rank)
     shape = (int(plan.linear_tokens[rank]), 2, 4)
     qkv = [torch.randn(shape, generator=draw, dtype=torch.float64).requires_grad_() for _ in range(3)]
-    plan = made_for(plan, nodes_of(2 * per_node, 2) if per_node else None)
+    plan = made_for(plan, in_many_turns(nodes_of(2 * per_node, 2)) if per_node else None)
     out = SequenceAttention(plan, program=compile_rank(plan, rank, routing="off"))(*qkv)
     gradients = torch.autograd.grad((out * out).sum(), qkv)
     return [part.detach().numpy() for part in (out, *gradients)]
