@@ -21,7 +21,7 @@ EXPERTS = (
     "--swiglu --disable-bias-linear --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 32 "
     "--num-layers 2 --global-batch-size 8 --expert-model-parallel-size 2"
 )
-BASE = [*MODEL, *MOCK_DATA, *EXACT, *EXPERTS.split(), *"--train-iters 46".split()]
+BASE = [*MODEL, *MOCK_DATA, *EXACT, *EXPERTS.split(), *"--train-iters 50".split()]
 SEVERAL = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 4096"
 LAYERS = "--num-layers 4 --pipeline-model-parallel-size 2 --balance-layers --layer-balance-interval 100"
 TRIALS = settings("trials", share=1.0)  # so short a run has none otherwise
@@ -47,8 +47,8 @@ def test_trials_change_no_number(pool, tmp_path, flags, mode):
     run = train(pool, ranks, f"{flags} {balance}", base=BASE, parameters=True)
     assert_close(run, train(pool, ranks, flags, base=BASE, parameters=True))
     used = _used(tmp_path)
-    assert sum(used[iteration] for iteration in range(3, 21)) > 9, "replicas were hardly used, so nothing was tested"
-    for iteration in range(21, 41, 2):
+    assert sum(used.get(iteration, False) for iteration in [*range(3, 9), *range(29, 46)]) > 9, "replicas were hardly used, so nothing was tested"
+    for iteration in range(9, 29, 2):
         assert len({iteration, iteration + 1} & used.keys()) == 1, "a pair is one step with and one without"
     (line,) = events_in(tmp_path, action="trial")
     assert line["pairs"] == 10 and 0 < line["gain_low"] <= line["gain"] <= line["gain_high"]
