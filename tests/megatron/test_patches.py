@@ -18,6 +18,7 @@ from tests.support.training import MOCK_DATA, MODEL, train_rank
 NEEDS = {
     "DistributedOptimizer": "--load nowhere --use-distributed-optimizer",
     "training:train_step": "--balance-report nowhere --balance-dry-run",
+    "training:dummy_train_step": "--iterations-to-skip 2",
     "TransformerConfig.__post_init__": "--overlap-moe-expert-parallel-comm --num-experts 4 --swiglu "
     "--disable-bias-linear --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall",
     "token_dispatcher:gather_from_sequence_parallel_region": "--balance-experts --num-experts 4 --swiglu "

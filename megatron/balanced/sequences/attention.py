@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megatron.core import mpu
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import unwrap_model
@@ -21,6 +22,7 @@ from megatron.core.utils import unwrap_model
 from balancing.sequences import SequenceAttention
 from balancing.sequences.engine.kernels import Kernel
 from megatron.balanced.sequences.mamba import DocumentOrder
+from megatron.balanced.sequences.mask import not_causal
 from megatron.balanced.sequences.planner import Programs
 from megatron.balanced.sequences.shape import layer_kind
 
@@ -154,9 +156,18 @@ class SequenceCoreAttention(MegatronModule):
     name."""
 
     def __init__(
-        self, config: TransformerConfig, layer_number: int, *unused: Any, softmax_scale: float | None = None, **kw: Any
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType = AttnMaskType.causal,
+        *unused: Any,
+        softmax_scale: float | None = None,
+        **kw: Any,
     ) -> None:
         super().__init__(config=config)
+        self.name = f"the attention of layer {layer_number}"
+        if refused := not_causal(self.name, attn_mask_type, None):
+            raise ValueError(refused)
         self.softmax_scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
         self.kind = layer_kind(config, layer_number)
         self.tp_group = mpu.get_tensor_model_parallel_group(check_initialized=False)
@@ -179,6 +190,8 @@ class SequenceCoreAttention(MegatronModule):
         key: torch.Tensor,
         value: torch.Tensor,
         attention_mask: torch.Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
         **unused: Any,
     ) -> torch.Tensor:
@@ -187,6 +200,8 @@ class SequenceCoreAttention(MegatronModule):
         Multi-latent attention leaves out the dimension of 1, and its values have a head_dim of their own.
         """
         assert isinstance(packed_seq_params, PlannedSequences) and packed_seq_params.attention is not None
+        if refused := not_causal(self.name, attn_mask_type, attention_bias):
+            raise ValueError(refused)
         self.current.planned = packed_seq_params
         in_place_of_kv, self.in_place_of_kv = self.in_place_of_kv, None
         output = packed_seq_params.attention.attend(

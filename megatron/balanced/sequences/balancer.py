@@ -104,9 +104,9 @@ class SequenceBalancer(StepCallback):
         if self._stays_out:
             return
         self._tokens.end_schedule()
-        if len({*self._gather([self._record.digest])[:, 0].tolist()}) > 1:
+        if len({*self._sharing.compare("the end of a schedule", self._record.digest)}) > 1:
             raise RuntimeError(
-                f"ranks {dist.get_process_group_ranks(self._sharing.hosts)} made different plans; they must read the "
+                f"ranks {self._sharing.ranks} made different plans; they must read the "
                 "same documents, with the same versions of Python, NumPy and this package"
             )
 

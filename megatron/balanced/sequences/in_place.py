@@ -7,14 +7,14 @@ and values when it is called, and its output back (`balancing.sequences.engine`)
 change.
 """
 
+from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
@@ -26,27 +26,110 @@ from balancing.sequences.planners.minimal_reshard import Lengths
 from megatron.balanced.sequences.attention import BatchAttention
 from megatron.balanced.sequences.events import MicroBatch
 from megatron.balanced.sequences.latents import Latents, latents_of
+from megatron.balanced.sequences.mask import not_causal, why_alone
 from megatron.balanced.sequences.shape import layer_kind
-from megatron.balanced.sequences.tokens import Sharing, Tokens
+from megatron.balanced.sequences.tokens import Sharing, Tokens, by_value
 from megatron.balanced.shared.log import print_once
+from megatron.balanced.shared.model_checks import check_configs
 from megatron.balanced.shared.num_microbatches import get_num_microbatches
-from megatron.balanced.shared.process_groups import gather_objects
 
 __all__ = ["AttentionInPlace"]
+
+
+class _Given(NamedTuple):
+    """What the parameters of a micro-batch hold, as far as the host knows without waiting for the device. A loop may
+    set the fields of one object anew, or copy numbers into one tensor.
+
+    ends: `cu_seqlens_q_padded`, else `cu_seqlens_q`.
+    version: of `ends`; each operation in place is a new one.
+    lengths: `packed.lengths` if the loop has set it.
+    """
+
+    packed: PackedSeqParams
+    ends: torch.Tensor
+    version: int
+    lengths: tuple[int, ...] | None
+
+    @classmethod
+    def of(cls, packed: PackedSeqParams | None) -> "_Given | None":
+        if packed is None or packed.cu_seqlens_q is None:
+            return None
+        ends = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
+        lengths = getattr(packed, "lengths", None)
+        version = 0 if ends.is_inference() else ends._version
+        return cls(packed, ends, version, None if lengths is None else tuple(int(length) for length in lengths))
+
+    def same(self, other: "_Given") -> bool:
+        return self.ends is other.ends and self[2:] == other[2:]
+
+    def rewritten_in(self, other: "_Given") -> bool:
+        """Whether `other` has the object or the tensor of this one, with something else in it."""
+        return (self.packed is other.packed or self.ends is other.ends) and not self.same(other)
+
+    def read(self, before: "_Given | None" = None) -> tuple[int, ...]:
+        """Tokens of each sequence on all context-parallel ranks together, padding of sequences included: `lengths`, or
+        else from the device, for which the host waits.
+
+        before: of the micro-batch before. If its lengths are still there beside other `ends`, they are not read.
+        """
+        lengths = self.lengths
+        if lengths is None or (before is not None and before.rewritten_in(self) and before.lengths == lengths):
+            lengths = tuple(stop - start for start, stop in pairwise(self.ends.tolist()))
+        if len(lengths) != len(self.ends) - 1:
+            raise ValueError(
+                f"lengths of {len(lengths)} sequences are given with cu_seqlens of {len(self.ends) - 1}; pass one for "
+                "each"
+            )
+        return tuple(length for length in lengths if length)
+
+
+class _Batch(NamedTuple):
+    """A micro-batch in the layers of one config, on which the ranks have agreed.
+
+    opener: the first of these layers that it passed.
+    given, own: its parameters and lengths on this rank; None if it is not packed.
+    attention: balanced; None if it is not packed.
+    trains: whether some rank passes gradients back through it.
+    """
+
+    opener: "_Layer"
+    given: _Given | None
+    own: tuple[int, ...] | None
+    attention: BatchAttention | None
+    trains: bool
+
+    def holds(self, given: _Given | None) -> bool:
+        """Whether `given` are the parameters of this micro-batch, perhaps in a copy."""
+        if given is None or self.given is None:
+            return given is self.given
+        return given.same(self.given) or given.read() == self.own
+
+
+@dataclass
+class _Pass:
+    """A micro-batch that has passed a layer forward. recomputed: how many times this layer was recomputed for it."""
+
+    given: _Given | None
+    batch: _Batch
+    recomputed: int = 0
 
 
 @dataclass
 class _Layer:
     """A layer of self-attention.
 
-    attention: Megatron's module.
+    name: of Megatron's module in its chunk.
+    attention: this module.
     chunk: number of its model chunk.
     latents: of the keys and values of the next call of core attention, if ranks exchange latents.
+    passes: of the schedule in progress, in order.
     """
 
+    name: str
     attention: Any
     chunk: int
     latents: Latents | None = None
+    passes: list[_Pass] = field(default_factory=list)
 
     @property
     def kind(self) -> int:
@@ -56,7 +139,9 @@ class _Layer:
     @property
     def softmax_scale(self) -> float | None:
         """None: 1 / sqrt(head_dim)."""
-        return getattr(self.attention, "softmax_scale", None) or self.attention.config.softmax_scale
+        core, config = self.attention.core_attention, self.attention.config
+        scales = (getattr(module, "softmax_scale", None) for module in (core, self.attention, config))
+        return next((scale for scale in scales if scale), None)
 
 
 class AttentionInPlace(Tokens):
@@ -64,14 +149,17 @@ class AttentionInPlace(Tokens):
 
     The domain "data" balances over all data-parallel ranks and their context-parallel ranks; all need the same number
     of micro-batches. "context" balances over the context-parallel ranks of each data-parallel rank.
+
+    Layers whose attention is not known to be causal and a plain softmax (`mask.why_alone`) run as the loop has them.
     """
 
     def __init__(self) -> None:
         # Module, name of a method, and the attribute that replaced it before.
         self._plain: list[tuple[Any, str, Any]] = []
+        self._layers: list[_Layer] = []
         self._active = False  # while a training schedule runs
-        # Of the micro-batches of the schedule in progress, by the `id` of their parameters, which are kept.
-        self._known: dict[int, tuple[PackedSeqParams, BatchAttention]] = {}
+        self._balanced = False  # whether a micro-batch of the schedule in progress was
+        self._batches: dict[tuple[int, int], _Batch] = {}  # the latest, by chunk and config
 
     @property
     def stay(self) -> bool:
@@ -80,16 +168,32 @@ class AttentionInPlace(Tokens):
     def attach(self, chunks: list[Any], sharing: Sharing) -> None:
         self._chunks, self._sharing, planner = chunks, sharing, sharing.planner()
         self._planned = PlanCache(planner.plan_in_place, planner.compile)  # type: ignore[arg-type]
-        self.layers_moved()
+        for reason, names in self._replace_all().items():
+            more = f" and {len(names) - 1} more" * (len(names) > 1)
+            print_once(f"> sequences: {names[0]}{more}: {reason}; run as the loop has them, unbalanced")
 
     def layers_moved(self) -> None:
+        self._replace_all()
+
+    def _replace_all(self) -> dict[str, list[str]]:
+        """Balance the layers of the model. Returns the names of those that stay as they are, by reason."""
         self.close()
+        alone: dict[str, list[str]] = defaultdict(list)
         for chunk, model in enumerate(unwrap_model(self._chunks)):
-            for attention in _self_attentions(model):
-                layer = _Layer(attention, chunk)
+            for name, attention in model.named_modules():
+                if not isinstance(attention, SelfAttention | MLASelfAttention):
+                    continue
+                if reason := why_alone(attention, self._sharing.model):
+                    alone[reason].append(name)
+                    continue
+                if attention.config is not self._sharing.model:
+                    check_configs("SequenceBalancer", attention.config)
+                layer = _Layer(name, attention, chunk)
+                self._layers.append(layer)
                 self._replace(attention.core_attention, "forward", partial(self._forward, layer))
                 if self._sharing.shape.latent is not None:
                     self._replace(attention, "get_query_key_value_tensors", partial(self._project, layer))
+        return alone
 
     def _replace(self, module: Any, name: str, method: Callable) -> None:
         """Replace a method of one module. method: its first argument is the replaced one."""
@@ -97,6 +201,7 @@ class AttentionInPlace(Tokens):
         setattr(module, name, partial(method, getattr(module, name)))
 
     def close(self) -> None:
+        self._layers.clear()
         while self._plain:
             module, name, before = self._plain.pop()
             delattr(module, name)
@@ -106,35 +211,34 @@ class AttentionInPlace(Tokens):
     # A schedule.
 
     def begin_schedule(self) -> None:
-        hosts = self._sharing.hosts
-        numbers = gather_objects(get_num_microbatches(), hosts)
+        numbers = self._sharing.compare("the beginning of a schedule", get_num_microbatches())
         if len({*numbers}) > 1:
             raise ValueError(
-                f"ranks {dist.get_process_group_ranks(hosts)} run {numbers} micro-batches; balanced sequences need the "
-                'same number on each rank, or domain "context"'
+                f"ranks {self._sharing.ranks} run {numbers} micro-batches; balanced sequences need the same number on "
+                'each rank, or domain "context"'
             )
         self._active = True
 
     def end_schedule(self) -> None:
-        if self._plain and not self._known:  # a stage may have no attention
+        if self._plain and not self._balanced:  # a stage may have no attention
             print_once("> sequences are not balanced: attention got no PackedSeqParams with cu_seqlens_q")
         self.abandon_schedule()
 
     def abandon_schedule(self) -> None:
-        self._active, self._known = False, {}
+        self._active = self._balanced = False
+        self._batches.clear()
+        for layer in self._layers:
+            layer.passes.clear()
 
     # A call.
-
-    def _balances(self, packed: PackedSeqParams | None) -> bool:
-        """Whether attention of a micro-batch is balanced."""
-        return self._active and packed is not None and packed.cu_seqlens_q is not None
 
     def _project(
         self, layer: _Layer, plain: Callable, states: torch.Tensor, other: Any, positions: Any, packed: Any, **rest: Any
     ) -> tuple[torch.Tensor, ...]:
         """Queries, keys and values of multi-latent attention. Keeps the latents for core attention."""
         projected = plain(states, other, positions, packed, **rest)
-        layer.latents = latents_of(layer.attention, projected[4]) if self._balances(packed) else None
+        balances = self._active and _Given.of(packed) is not None
+        layer.latents = latents_of(layer.attention, projected[4]) if balances else None
         return projected
 
     def _forward(
@@ -144,19 +248,28 @@ class AttentionInPlace(Tokens):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        *args: Any,
+        attention_mask: torch.Tensor | None = None,
+        attn_mask_type: Any = None,
+        attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
-        **kwargs: Any,
+        **rest: Any,
     ) -> torch.Tensor:
         """Core attention of a layer: [rows, heads x value_dim] for query [rows, heads, head_dim], key
         [rows, kv_heads, head_dim] and value [rows, kv_heads, value_dim] of a packed micro-batch."""
-        packed = packed_seq_params
-        if packed is None or not self._balances(packed):
-            return plain(query, key, value, *args, packed_seq_params=packed, **kwargs)
-        if id(packed) not in self._known:
-            self._known[id(packed)] = packed, self._attention(packed, layer.chunk, query)
-        _, attention = self._known[id(packed)]
         latents, layer.latents = layer.latents, None
+        given = _Given.of(packed_seq_params) if self._active else None
+        attention = None
+        if self._active:
+            refused = not_causal(layer.name, attn_mask_type, attention_bias) if given is not None else ""
+            batch = self._batch(layer, given, (query, key, value), refused)
+            attention = batch.attention
+        if attention is None:
+            options = {"attn_mask_type": attn_mask_type, "packed_seq_params": packed_seq_params, **rest}
+            if attention_bias is not None:
+                options["attention_bias"] = attention_bias
+            return plain(query, key, value, attention_mask, **options)
+        if batch.trains and torch.is_grad_enabled() and not _trains(query, key, value):
+            query = query.detach().requires_grad_()  # other ranks send gradients back through this call
         # Megatron-LM pads values of multi-latent attention to the size of keys, and cuts the padding off the output.
         size, padded = self._sharing.shape.value_size or value.shape[-1], value.shape[-1]
         output = attention.attend(
@@ -172,19 +285,68 @@ class AttentionInPlace(Tokens):
             return output
         return torch.nn.functional.pad(output.unflatten(1, (-1, size)), (0, padded - size)).flatten(1)
 
+    def _batch(self, layer: _Layer, given: _Given | None, inputs: tuple[torch.Tensor, ...], refused: str) -> _Batch:
+        """The micro-batch that passes a layer. A new one begins where the first layer of the one before is called
+        again, or with other sequences.
+
+        given: its parameters.
+        inputs: query, key and value.
+        refused: why this call cannot be balanced, or "".
+        """
+        if torch._C._current_graph_task_id() != -1:  # inside a backward pass
+            return _recomputed(layer, given)
+        at = layer.chunk, id(layer.attention.config)
+        batch = self._batches.get(at)
+        if batch is None or batch.opener is layer or not batch.holds(given):
+            batch = self._agreed(layer, given, batch and batch.given, inputs, refused)
+        elif refused:
+            raise ValueError(refused)
+        self._batches[at] = batch._replace(given=given)
+        layer.passes.append(_Pass(given, batch))
+        return batch
+
     @named("plan of sequences")
-    def _attention(self, packed: PackedSeqParams, chunk: int, query: torch.Tensor) -> BatchAttention:
-        """The attention of a micro-batch, planned by all ranks of the domain together. query: of any layer."""
-        if packed.local_cp_size is not None:
-            raise ValueError("micro-batches of different context-parallel sizes cannot be balanced; use one size")
-        sharing = self._sharing
-        own, ways = _lengths(packed), sharing.domain.ranks // sharing.domain.origins
-        if sum(own) > query.shape[0] * ways:
+    def _agreed(
+        self,
+        layer: _Layer,
+        given: _Given | None,
+        before: _Given | None,
+        inputs: tuple[torch.Tensor, ...],
+        refused: str,
+    ) -> _Batch:
+        """A new micro-batch. All ranks of the domain plan it together, and each learns why another one cannot.
+
+        before: parameters of the micro-batch before. The others: as in `_batch`.
+        """
+        sharing, own = self._sharing, None
+        ways, query = sharing.domain.ranks // sharing.domain.origins, inputs[0]
+        try:
+            if given is not None and not refused:
+                own = _read(given, before, query.shape[0], ways)
+        except ValueError as error:
+            refused = str(error)
+        told = sharing.compare(layer.name, (own, refused, torch.is_grad_enabled() and _trains(*inputs)))
+        errors = {text: ranks for text, ranks in by_value(sharing.ranks, [text for _, text, _ in told]).items() if text}
+        for text, ranks in errors.items():
+            raise ValueError(f"{text} (ranks {ranks})")
+        unpacked = by_value(sharing.ranks, [lengths is None for lengths, *_ in told])
+        if len(unpacked) > 1:
             raise ValueError(
-                f"the sequences of a micro-batch have {sum(own)} tokens, and attention got {query.shape[0]} on each of "
-                f"{ways} context-parallel ranks; pass the lengths of this micro-batch"
+                f"ranks {unpacked[True]} got a micro-batch without PackedSeqParams, and ranks {unpacked[False]} one "
+                "with them; pass them on every rank (a single sequence has cu_seqlens_q [0, tokens]), or use "
+                'domain "context"'
             )
-        lengths: Lengths = tuple(gather_objects(own, sharing.hosts)[::ways])
+        trains = any(trains for *_, trains in told)
+        if own is None:
+            return _Batch(layer, None, None, None, trains)
+        lengths: Lengths = tuple(lengths for lengths, *_ in told[::ways])
+        for at, (other, *_) in enumerate(told):
+            if other != lengths[at // ways]:
+                first = sharing.ranks[at // ways * ways]
+                raise ValueError(
+                    f"ranks {first} and {sharing.ranks[at]} are context-parallel ranks of one micro-batch, but got "
+                    "sequences of other lengths; give them the same"
+                )
         plan, programs, milliseconds = self._planned(lengths)  # type: ignore[arg-type]
         tokens = int(plan.linear_tokens[sharing.domain.rank])
         options = {"kernel": sharing.kernel.kernel, "timed": sharing.record.timed}
@@ -193,23 +355,48 @@ class AttentionInPlace(Tokens):
             kind.upload(query.device)
         origins = tuple(origin for origin, own_lengths in enumerate(lengths) for _ in own_lengths)
         drawn = plan, origins, tuple(range(len(origins)))
-        sharing.record.add(MicroBatch(chunk, *drawn, attention.kinds, milliseconds, milliseconds))
-        return attention
+        sharing.record.add(MicroBatch(layer.chunk, *drawn, attention.kinds, milliseconds, milliseconds))
+        self._balanced = True
+        return _Batch(layer, given, own, attention, trains)
 
 
-def _lengths(packed: PackedSeqParams) -> tuple[int, ...]:
-    """Tokens of each sequence on all context-parallel ranks together, padding of sequences included: `packed.lengths`
-    if the loop has set it, else from the device, for which the host waits."""
-    ends = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
-    lengths = getattr(packed, "lengths", None)
-    if lengths is None:
-        lengths = [stop - start for start, stop in pairwise(ends.tolist())]
-    if len(lengths) != len(ends) - 1:
+def _recomputed(layer: _Layer, given: _Given | None) -> _Batch:
+    """The micro-batch for which a layer is recomputed: the first one with these sequences that has not been. All ranks
+    recompute in the order of forward passes. Raises ValueError if the loop has changed the parameters meanwhile."""
+    waiting = [one for one in layer.passes if not one.recomputed]
+    if given is not None and any(one.given is not None and one.given.rewritten_in(given) for one in waiting):
         raise ValueError(
-            f"lengths of {len(lengths)} sequences are given with cu_seqlens of {len(ends) - 1}; pass one for each"
+            f"the PackedSeqParams of a micro-batch were set anew before {layer.name} was recomputed for it; give each "
+            "micro-batch an object of its own, or switch recomputation off"
         )
-    return tuple(int(length) for length in lengths if length)
+    if given is None:
+        found = [one for one in layer.passes if one.given is None]
+    else:
+        known = [one for one in layer.passes if one.given is not None]
+        found = [one for one in known if given.same(one.given)] or [
+            one for one in known if given.read() == one.batch.own
+        ]
+    if not found:
+        raise ValueError(
+            f"{layer.name} is recomputed with PackedSeqParams that it did not have in a forward pass; pass it the same"
+        )
+    one = min(found, key=lambda one: one.recomputed)
+    one.recomputed += 1
+    return one.batch
 
 
-def _self_attentions(model: torch.nn.Module) -> list[Any]:
-    return [module for module in model.modules() if isinstance(module, SelfAttention | MLASelfAttention)]
+def _read(given: _Given, before: _Given | None, rows: int, ways: int) -> tuple[int, ...]:
+    """`given.read(before)`, checked. rows: of a query. ways: context-parallel ranks."""
+    if given.packed.local_cp_size is not None:
+        raise ValueError("micro-batches of different context-parallel sizes cannot be balanced; use one size")
+    own = given.read(before)
+    if sum(own) > rows * ways:
+        raise ValueError(
+            f"the sequences of a micro-batch have {sum(own)} tokens, and attention got {rows} on each of {ways} "
+            "context-parallel ranks; pass the lengths of this micro-batch"
+        )
+    return own
+
+
+def _trains(*inputs: torch.Tensor) -> bool:
+    return any(one.requires_grad for one in inputs)

@@ -30,13 +30,16 @@ class Latents(NamedTuple):
         return {"latent": self.tokens[:tokens], "projection": self.weight}
 
 
-def latents_of(attention: Any, compressed: torch.Tensor) -> Latents:
-    """The latents of a layer.
+def latents_of(attention: Any, compressed: torch.Tensor) -> Latents | None:
+    """The latents of a layer; None if keys and values must be sent, since its projection is not a weight alone: it has
+    an adapter, a parametrization, or hooks that see outputs or gradients.
 
     attention: Megatron's module, which has `linear_kv_up_proj`.
     compressed: input of this projection, [rows, latent], or [rows / TP, latent] with sequence parallelism.
     """
     config, projection = attention.config, attention.linear_kv_up_proj
+    if not _is_plain(projection):
+        return None
     norm = getattr(projection, "layer_norm_weight", None)  # Transformer Engine's norm and projection in one module
     if norm is not None:
         norm = norm + 1 if config.layernorm_zero_centered_gamma else norm
@@ -54,6 +57,18 @@ def latents_of(attention: Any, compressed: torch.Tensor) -> Latents:
     weight = projection.weight
     fused = config.gradient_accumulation_fusion and getattr(weight, "main_grad", None) is not None
     return Latents(compressed, _IntoMainGradient.apply(weight) if fused else weight)
+
+
+def _is_plain(projection: torch.nn.Module) -> bool:
+    """Whether a projection is Megatron-LM's, and nothing was added to it."""
+    names = {name for name, _ in projection.named_parameters()}
+    hooks = projection._forward_hooks or projection._backward_hooks or projection._backward_pre_hooks
+    return (
+        type(projection).__module__.startswith("megatron.core.")
+        and names <= {"weight", "layer_norm_weight", "layer_norm_bias"}
+        and "forward" not in vars(projection)
+        and not hooks
+    )
 
 
 class _IntoMainGradient(torch.autograd.Function):

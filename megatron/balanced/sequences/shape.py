@@ -11,7 +11,7 @@ from balancing.sequences.engine.kernel_trial import AttentionHeads
 from balancing.sequences.sequence_plan import LatentShape
 from megatron.balanced.shared.tail import layer_numbers
 
-__all__ = ["attention_shape", "heads_of_rank", "latent_shape", "layer_kind"]
+__all__ = ["attention_shape", "head_sizes", "heads_of_rank", "latent_shape", "layer_kind"]
 
 
 def attention_shape(model: TransformerConfig, pattern: str | None = None) -> AttentionShape:
@@ -25,23 +25,33 @@ def attention_shape(model: TransformerConfig, pattern: str | None = None) -> Att
     numbers = layer_numbers(model)
     if pattern is not None:
         numbers, ffn = _layers_of_pattern(model, pattern)
-    kv_heads, sizes = model.num_query_groups, (model.kv_channels, model.kv_channels)
-    if isinstance(model, MLATransformerConfig):
-        kv_heads, sizes = model.num_attention_heads, (model.qk_head_dim + model.qk_pos_emb_head_dim, model.v_head_dim)
+    kv_heads = model.num_attention_heads if isinstance(model, MLATransformerConfig) else model.num_query_groups
+    head_size, value_size, window, latent = head_sizes(model)
     return AttentionShape(
         hidden=model.hidden_size,
         heads=model.num_attention_heads,
         kv_heads=kv_heads,
         layers=len(numbers),
         ffn_hidden=ffn,
-        head_size=sizes[0],
-        value_size=sizes[1],
-        window=model.window_size[0] if _has_window(model) else None,
+        head_size=head_size,
+        value_size=value_size,
+        window=window,
         windowed_layers=sum(layer_kind(model, number) for number in numbers),
-        latent=latent_shape(model),
+        latent=latent,
         tensor_parallel=model.tensor_model_parallel_size,
         item_bytes=model.params_dtype.itemsize,
     )
+
+
+def head_sizes(model: Any) -> tuple[int, int, int | None, LatentShape | None]:
+    """Sizes of a key and a value, keys that a window lets a query see before its own, and `latent_shape`.
+
+    model: its config.
+    """
+    sizes = model.kv_channels, model.kv_channels
+    if isinstance(model, MLATransformerConfig):
+        sizes = model.qk_head_dim + model.qk_pos_emb_head_dim, model.v_head_dim
+    return *sizes, model.window_size[0] if _has_window(model) else None, latent_shape(model)
 
 
 def layer_kind(model: Any, number: int) -> int:
@@ -78,8 +88,9 @@ def heads_of_rank(shape: AttentionShape, model: TransformerConfig) -> AttentionH
 
 
 def _has_window(model: Any) -> bool:
-    """Whether layers have a sliding window. model: as in `latent_shape`."""
-    return bool(model.window_size) and model.window_size[0] >= 0
+    """Whether layers have a sliding window. model: as in `latent_shape`. A single number is none of Megatron-LM's: some
+    models read it in a core attention of their own."""
+    return isinstance(model.window_size, tuple | list) and model.window_size[0] >= 0
 
 
 def _layers_of_pattern(model: TransformerConfig, text: str) -> tuple[list[int], int]:

@@ -5,7 +5,7 @@ keys and values (`in_place`). In a loop that reads its data through the balancer
 plan puts them (`moved_tokens`). A mode makes the plans and calls attention; all else is the same for both.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,9 +28,9 @@ from megatron.balanced.sequences.events import StepRecord
 from megatron.balanced.sequences.planner import Planner
 from megatron.balanced.sequences.shape import heads_of_rank
 from megatron.balanced.shared.log import print_once
-from megatron.balanced.shared.process_groups import cluster_of, duplicate_group, split_group
+from megatron.balanced.shared.process_groups import cluster_of, duplicate_group, gather_objects, split_group
 
-__all__ = ["Sharing", "Tokens"]
+__all__ = ["Sharing", "Tokens", "by_value"]
 
 
 @dataclass(frozen=True)
@@ -111,6 +111,25 @@ class Sharing:
             StepRecord(timed),
         )
 
+    @property
+    def ranks(self) -> list[int]:
+        """Numbers of these ranks in the job."""
+        return dist.get_process_group_ranks(self.hosts)
+
+    def compare(self, place: str, value: Any) -> list[Any]:
+        """`value` of each of these ranks; all of them call this together.
+
+        place: where this rank is. Raises ValueError on all ranks if one is somewhere else.
+        """
+        places, values = zip(*gather_objects((place, value), self.hosts), strict=True)
+        if len(apart := by_value(self.ranks, places)) > 1:
+            where = ", ".join(f"ranks {ranks} are at {one}" for one, ranks in apart.items())
+            raise ValueError(
+                f"ranks that share micro-batches call different layers: {where}; call the same layers for each "
+                'micro-batch, or use domain "context"'
+            )
+        return list(values)
+
     def planner(self, *, cuts_documents: bool = False) -> Planner:
         """Makes plans. cuts_documents: as in `Planner`."""
         return Planner(self.config, self.cluster, self.domain.rank, self.shape, cuts_documents)
@@ -158,3 +177,11 @@ class Tokens:
 
     def close(self) -> None:
         """The balancer ends. The model is plain from now on."""
+
+
+def by_value(ranks: Sequence[int], values: Sequence[Any]) -> dict[Any, list[int]]:
+    """The ranks with each value, in order of the first. values: [rank]."""
+    found: dict[Any, list[int]] = {}
+    for rank, value in zip(ranks, values, strict=True):
+        found.setdefault(value, []).append(rank)
+    return found

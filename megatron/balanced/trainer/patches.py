@@ -18,6 +18,8 @@ from typing import Any
 
 import megatron.core
 import torch
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.rerun_state_machine import get_rerun_state_machine
 
 from megatron.balanced.experts.known_counts import with_known_counts
 from megatron.balanced.layers.filled_schedule import with_filled_waits
@@ -118,6 +120,21 @@ def _in_any_precision(original: Callable) -> Callable:
 
 def _overlaps_in_full_precision(args: argparse.Namespace, config: BalanceConfig) -> bool:
     return args.overlap_moe_expert_parallel_comm and not (args.bf16 or args.fp16)
+
+
+def _only_drawn(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def dummy_train_step(data_iterator: Any) -> None:
+        """Draw the micro-batches of an iteration that is skipped, and do nothing else with them. Upstream also cuts
+        them for its ranks, which fails for other batches than its own, and draws from one iterator only, which fails
+        in an interleaved pipeline and on a stage without data."""
+        iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+        rerun = get_rerun_state_machine()
+        while rerun.should_run_forward_backward(data_iterator):
+            for iterator in [one for one in iterators if one is not None] * get_num_microbatches():
+                next(iterator)
+
+    return dummy_train_step
 
 
 def _loads_torch_adam(args: argparse.Namespace, config: BalanceConfig) -> bool:
@@ -274,6 +291,13 @@ PATCHES = (
             "wait_on_reqs",
         ),
         needed=lambda args, config: config.fill_with_weight_gradients,
+    ),
+    Patch(
+        target="megatron.training.training:dummy_train_step",
+        replacement=_only_drawn,
+        why="in an iteration that it skips, Megatron-LM cuts the batch as if it were its own and from one data iterator",
+        signature=("data_iterator",),
+        needed=lambda args, config: bool(args.iterations_to_skip),
     ),
     Patch(
         target="megatron.training.training:train_step",

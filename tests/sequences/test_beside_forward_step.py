@@ -1,0 +1,159 @@
+"""What Megatron-LM's loop does with batches beside `forward_step`, where balanced sequences have other batches.
+
+`PLACES` lists the functions of its trainer that see a batch or an iterator, each with what covers it. A release with a
+further one fails here.
+"""
+
+import ast
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.sequences.test_packed_documents import PP, SP, Packed
+from tests.sequences.test_training import BALANCED, CP, LOSS
+from tests.support.command import run_command
+from tests.support.sampled import sampled
+from tests.support.training import RankRun, assert_close, join, train_rank
+
+SHORT = "--global-batch-size 4 --train-iters 5"
+EVALUATES = "--eval-interval 2 --eval-iters 2"
+SKIPS = "--iterations-to-skip 2 4"  # of 5
+VPP = "--num-virtual-stages-per-pipeline-rank"
+
+PLACES = {
+    "update_seqlen_stats_from_cu_seqlens": "test_counts_the_same_flops",
+    "dummy_train_step": "test_skipped_iterations",
+    "train_step": "test_steps_that_run_twice",
+    "save_checkpoint_and_time": "test_a_batch_in_a_checkpoint",
+    "checkpoint_and_decide_exit": "passes the iterator to save_checkpoint_and_time",
+    "train": "test_skipped_iterations; --hybrid-context-parallel is refused, and the wheel has no megatron.rl",
+    "evaluate": "test_validation",
+    "evaluate_and_print_results": "test_validation",
+    "pretrain": "passes iterators to train and evaluate",
+    "build_train_valid_test_data_loaders": "every test; --full-validation is refused",
+    "build_train_valid_test_data_iterators": "every test; --dataloader-type external is refused",
+}
+
+
+def _sees_a_batch(function: ast.AST) -> bool:
+    names = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
+    names |= {node.arg for node in ast.walk(function) if isinstance(node, ast.arg)}
+    return any(re.search(r"data_iterator|dataloader|get_batch_on|cu_seqlens|^batch$|^tokens$", name) for name in names)
+
+
+def test_every_place_is_known():
+    from megatron.training import training
+
+    trainer = Path(training.__file__)
+    files = [trainer, *sorted(trainer.parent.glob("utils/*.py"))]
+    bodies = [node for file in files for node in ast.parse(file.read_text()).body]
+    assert {node.name for node in bodies if hasattr(node, "name") and _sees_a_batch(node)} == PLACES.keys()
+
+
+@pytest.fixture(scope="module")
+def packed(pool, tmp_path_factory) -> Packed:
+    return Packed(pool, tmp_path_factory.mktemp("beside"), SHORT)
+
+
+SKIPPING = {
+    "CP 2": (2, f"{CP} 2"),
+    "CP 2, DP 2, one domain, in workers": (4, f"{CP} 2 --num-workers 1"),
+    "CP 2, TP 2": (4, f"{CP} 2 {SP}"),
+    "CP 2, PP 2, interleaved": (4, f"{CP} 2 {PP} 2 {VPP} 2"),
+    "PP 2, DP 2, documents dealt": (4, f"{PP} 2 --sequence-micro-batches"),
+}
+
+
+@pytest.mark.parametrize("layout", sampled(SKIPPING, *SKIPPING))
+def test_skipped_iterations(packed, layout):
+    ranks, flags = SKIPPING[layout]
+    assert_close(packed.train(ranks, f"{BALANCED} {SKIPS} {flags}"), packed.alone(f"{LOSS} {SKIPS}"))
+
+
+def test_skipped_iterations_of_a_pipeline_without_balancers(packed):
+    """Megatron-LM draws from a list of iterators there, and on middle stages from none."""
+    for flags in (f"{PP} 2 {VPP} 2", f"{PP} 4"):
+        ranks = 4 if "4" in flags else 2
+        assert_close(packed.train(ranks, f"{flags} {SKIPS}"), packed.alone(SKIPS))
+
+
+def _train(argv: list[str], fault: str) -> tuple[RankRun, list[Any]]:
+    """Train, and return what the fault saw.
+
+    fault: "twice" runs every step again on the same batches; "saved" puts these into the checkpoint of a rank; "flops"
+        records real tokens and their squares.
+    """
+    from megatron.core.rerun_state_machine import RerunDataIterator
+    from megatron.training import training
+
+    seen: list[Any] = []
+    consume, rewind = training.consume_seqlen_stats_in_iteration, RerunDataIterator.rewind
+
+    def consumed() -> Any:
+        seen.append(consume())
+        return seen[-1]
+
+    def rewound(self: Any) -> None:
+        seen.append(len(self.saved_microbatches))
+        rewind(self)
+
+    if fault == "flops":
+        training.consume_seqlen_stats_in_iteration = consumed
+    else:
+        RerunDataIterator.rewind = rewound
+    return train_rank(argv, True), seen
+
+
+@pytest.mark.parametrize("flags", [f"{CP} 2", f"{PP} 2 --sequence-micro-batches"])
+def test_steps_that_run_twice(packed, flags):
+    """Megatron-LM runs a step again on the batches that it has kept."""
+    argv = packed.from_start(f"{BALANCED} {flags} --rerun-mode report_stats")
+    runs, seen = zip(*packed.pool.run(2 if CP in flags else 4, _train, argv, "twice"), strict=True)
+    assert_close(join(list(runs)), packed.alone(LOSS))
+    assert all(len(one) == 5 and min(one) > 0 for one in seen), "no step ran again"
+
+
+def test_counts_the_same_flops(packed):
+    counted = {}
+    for name, ranks, flags in (("plain", 1, LOSS), ("balanced", 4, f"{BALANCED} {CP} 2")):
+        told = packed.pool.run(ranks, _train, packed.from_start(f"{flags} {SKIPS}"), "flops")
+        counted[name] = [seen for _, seen in told]
+    assert all(seen == counted["plain"][0] for seen in counted["balanced"])
+    assert len(counted["plain"][0]) == 3 and all(tokens for tokens, _ in counted["plain"][0])
+
+
+def test_validation(packed):
+    alone = packed.alone(f"{LOSS} {EVALUATES}")
+    run = packed.train(4, f"{BALANCED} {CP} 2 {EVALUATES} {SKIPS}")
+    assert_close(run, packed.alone(f"{LOSS} {EVALUATES} {SKIPS}"))
+    assert len(alone.validation) == len(run.validation) + 1 > 1 or len(run.validation) > 1
+
+
+def _checked(argv: list[str]) -> tuple[object, list[tuple[int, float]]]:
+    """Run a command that takes each loss of its third step for wrong. Returns its exit code, and the losses."""
+    from megatron.core.rerun_state_machine import RerunStateMachine
+
+    losses: list[tuple[int, float]] = []
+    validate = RerunStateMachine.validate_result
+
+    def validate_result(machine: Any, result: Any, rejection_func: Any, message: str, **rest: Any) -> None:
+        if "NaN" in message:
+            losses.append((machine.current_iteration, float(result)))
+        validate(machine, result, lambda value: machine.current_iteration == 3, message, **rest)
+
+    RerunStateMachine.validate_result = validate_result
+    return run_command(argv)[0], losses
+
+
+def test_a_batch_in_a_checkpoint(packed, tmp_path):
+    """A step whose loss is wrong twice is saved with its batches, for a run on other devices to judge."""
+    flags = f"{BALANCED} {CP} 2 --rerun-mode validate_results --save {tmp_path}"
+    first = packed.pool.run(2, _checked, packed.from_start(flags))
+    again = packed.pool.run(2, _checked, packed.whole(f"{flags} --load {tmp_path}"))
+    for (code, losses), (code_again, more) in zip(first, again, strict=True):
+        assert (code, code_again) == (16, 16) and (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "2"
+        wrong = [loss for step, loss in losses if step == 3]
+        assert len(wrong) % 2 == 0 and wrong[: len(wrong) // 2] == wrong[len(wrong) // 2 :]
+        assert [loss for _, loss in more] == wrong[: len(wrong) // 2]
