@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.sequences.test_packed_documents import PP, SP, Packed
@@ -18,8 +19,8 @@ from tests.support.sampled import sampled
 from tests.support.training import RankRun, assert_close, join, train_rank
 
 SHORT = "--global-batch-size 4 --train-iters 5"
-EVALUATES = "--eval-interval 2 --eval-iters 2"
 SKIPS = "--iterations-to-skip 2 4"  # of 5
+EVALUATES = f"--eval-interval 3 --eval-iters 2 {SKIPS}"
 VPP = "--num-virtual-stages-per-pipeline-rank"
 
 PLACES = {
@@ -79,13 +80,9 @@ def test_skipped_iterations_of_a_pipeline_without_balancers(packed):
         assert_close(packed.train(ranks, f"{flags} {SKIPS}"), packed.alone(SKIPS))
 
 
-def _train(argv: list[str], fault: str) -> tuple[RankRun, list[Any]]:
-    """Train, and return what the fault saw.
-
-    fault: "twice" runs every step again on the same batches; "saved" puts these into the checkpoint of a rank; "flops"
-        records real tokens and their squares.
-    """
-    from megatron.core.rerun_state_machine import RerunDataIterator
+def _train(argv: list[str], twice: bool) -> tuple[RankRun, list[Any]]:
+    """Train. Returns the batches that each step ran `twice` on, else its real tokens and the sum of their squares."""
+    from megatron.core.rerun_state_machine import RerunDataIterator, RerunState, RerunStateMachine
     from megatron.training import training
 
     seen: list[Any] = []
@@ -99,18 +96,22 @@ def _train(argv: list[str], fault: str) -> tuple[RankRun, list[Any]]:
         seen.append(len(self.saved_microbatches))
         rewind(self)
 
-    if fault == "flops":
-        training.consume_seqlen_stats_in_iteration = consumed
+    def doubted(self: Any, **unused: Any) -> None:
+        self.rerun_requested |= self.state == RerunState.INITIAL_RUN
+        self.continue_requested |= self.state == RerunState.RERUNNING_IN_PLACE
+
+    if twice:
+        RerunDataIterator.rewind, RerunStateMachine.validate_result = rewound, doubted
     else:
-        RerunDataIterator.rewind = rewound
+        training.consume_seqlen_stats_in_iteration = consumed
     return train_rank(argv, True), seen
 
 
 @pytest.mark.parametrize("flags", [f"{CP} 2", f"{PP} 2 --sequence-micro-batches"])
 def test_steps_that_run_twice(packed, flags):
     """Megatron-LM runs a step again on the batches that it has kept."""
-    argv = packed.from_start(f"{BALANCED} {flags} --rerun-mode report_stats")
-    runs, seen = zip(*packed.pool.run(2 if CP in flags else 4, _train, argv, "twice"), strict=True)
+    argv = packed.from_start(f"{BALANCED} {flags} --rerun-mode validate_results")
+    runs, seen = zip(*packed.pool.run(2 if CP in flags else 4, _train, argv, True), strict=True)
     assert_close(join(list(runs)), packed.alone(LOSS))
     assert all(len(one) == 5 and min(one) > 0 for one in seen), "no step ran again"
 
@@ -118,17 +119,22 @@ def test_steps_that_run_twice(packed, flags):
 def test_counts_the_same_flops(packed):
     counted = {}
     for name, ranks, flags in (("plain", 1, LOSS), ("balanced", 4, f"{BALANCED} {CP} 2")):
-        told = packed.pool.run(ranks, _train, packed.from_start(f"{flags} {SKIPS}"), "flops")
+        told = packed.pool.run(ranks, _train, packed.from_start(f"{flags} {SKIPS}"), False)
         counted[name] = [seen for _, seen in told]
     assert all(seen == counted["plain"][0] for seen in counted["balanced"])
     assert len(counted["plain"][0]) == 3 and all(tokens for tokens, _ in counted["plain"][0])
 
 
 def test_validation(packed):
-    alone = packed.alone(f"{LOSS} {EVALUATES}")
-    run = packed.train(4, f"{BALANCED} {CP} 2 {EVALUATES} {SKIPS}")
-    assert_close(run, packed.alone(f"{LOSS} {EVALUATES} {SKIPS}"))
-    assert len(alone.validation) == len(run.validation) + 1 > 1 or len(run.validation) > 1
+    """After skipped iterations, too."""
+    packed.base[packed.base.index("100,0,0")] = "80,20,0"
+    try:
+        alone, run = (packed.train(*one) for one in ((1, f"{LOSS} {EVALUATES}"), (2, f"{BALANCED} {EVALUATES} {CP} 2")))
+    finally:
+        packed.base[packed.base.index("80,20,0")] = "100,0,0"
+    assert_close(run, alone)
+    assert len(run.validation) == len(alone.validation) >= 1
+    np.testing.assert_allclose(run.validation, alone.validation, rtol=1e-6)  # which Megatron-LM sums in float32
 
 
 def _checked(argv: list[str]) -> tuple[object, list[tuple[int, float]]]:
