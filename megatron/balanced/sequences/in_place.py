@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
+from megatron.core import mpu
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
@@ -169,8 +170,10 @@ class AttentionInPlace(Tokens):
         self._chunks, self._sharing, planner = chunks, sharing, sharing.planner()
         self._planned = PlanCache(planner.plan_in_place, planner.compile)  # type: ignore[arg-type]
         for reason, names in self._replace_all().items():
+            if mpu.get_tensor_model_parallel_rank() or mpu.get_data_parallel_rank(with_context_parallel=True):
+                continue  # one rank of each stage prints it
             more = f" and {len(names) - 1} more" * (len(names) > 1)
-            print_once(f"> sequences: {names[0]}{more}: {reason}; run as the loop has them, unbalanced")
+            print(f"> sequences: {names[0]}{more}: {reason}; run as the loop has them, unbalanced", flush=True)
 
     def layers_moved(self) -> None:
         self._replace_all()

@@ -295,7 +295,7 @@ PATCHES = (
     Patch(
         target="megatron.training.training:dummy_train_step",
         replacement=_only_drawn,
-        why="in an iteration that it skips, Megatron-LM cuts the batch as if it were its own and from one data iterator",
+        why="Megatron-LM cuts the batches of an iteration that it skips as its own, and draws from one data iterator",
         signature=("data_iterator",),
         needed=lambda args, config: bool(args.iterations_to_skip),
     ),
