@@ -161,6 +161,7 @@ class AttentionInPlace(Tokens):
         self._active = False  # while a training schedule runs
         self._balanced = False  # whether a micro-batch of the schedule in progress was
         self._batches: dict[tuple[int, int], _Batch] = {}  # the latest, by chunk and config
+        self._latest: dict[tuple[int, int], _Given | None] = {}  # its parameters, also of an earlier schedule
 
     @property
     def stay(self) -> bool:
@@ -205,6 +206,7 @@ class AttentionInPlace(Tokens):
 
     def close(self) -> None:
         self._layers.clear()
+        self._latest.clear()
         while self._plain:
             module, name, before = self._plain.pop()
             delattr(module, name)
@@ -301,10 +303,10 @@ class AttentionInPlace(Tokens):
         at = layer.chunk, id(layer.attention.config)
         batch = self._batches.get(at)
         if batch is None or batch.opener is layer or not batch.holds(given):
-            batch = self._agreed(layer, given, batch and batch.given, inputs, refused)
+            batch = self._agreed(layer, given, self._latest.get(at), inputs, refused)
         elif refused:
             raise ValueError(refused)
-        self._batches[at] = batch._replace(given=given)
+        self._batches[at], self._latest[at] = batch._replace(given=given), given
         layer.passes.append(_Pass(given, batch))
         return batch
 
@@ -364,8 +366,8 @@ class AttentionInPlace(Tokens):
 
 
 def _recomputed(layer: _Layer, given: _Given | None) -> _Batch:
-    """The micro-batch for which a layer is recomputed: the first one with these sequences that has not been. All ranks
-    recompute in the order of forward passes. Raises ValueError if the loop has changed the parameters meanwhile."""
+    """The micro-batch for which a layer is recomputed: the next one with these sequences that has not been. Raises
+    ValueError if the loop has changed the parameters meanwhile."""
     waiting = [one for one in layer.passes if not one.recomputed]
     if given is not None and any(one.given is not None and one.given.rewritten_in(given) for one in waiting):
         raise ValueError(
@@ -383,7 +385,11 @@ def _recomputed(layer: _Layer, given: _Given | None) -> _Batch:
         raise ValueError(
             f"{layer.name} is recomputed with PackedSeqParams that it did not have in a forward pass; pass it the same"
         )
-    one = min(found, key=lambda one: one.recomputed)
+    # Without a pipeline, several micro-batches wait only if one loss has them all, which goes back from the last one.
+    in_turn = (
+        mpu.get_pipeline_model_parallel_world_size() > 1 or layer.attention.config.overlap_moe_expert_parallel_comm
+    )
+    one = ([one for one in found if not one.recomputed] or found)[0 if in_turn else -1]
     one.recomputed += 1
     return one.batch
 
