@@ -14,7 +14,6 @@ import pytest
 
 from tests.sequences.test_packed_documents import PP, SP, Packed
 from tests.sequences.test_training import BALANCED, CP, LOSS
-from tests.support.command import run_command
 from tests.support.sampled import sampled
 from tests.support.training import RankRun, assert_close, join, train_rank
 
@@ -27,7 +26,7 @@ PLACES = {
     "update_seqlen_stats_from_cu_seqlens": "test_counts_the_same_flops",
     "dummy_train_step": "test_skipped_iterations",
     "train_step": "test_steps_that_run_twice",
-    "save_checkpoint_and_time": "test_a_batch_in_a_checkpoint",
+    "save_checkpoint_and_time": "saves the batches that test_steps_that_run_twice keeps, as they are",
     "checkpoint_and_decide_exit": "passes the iterator to save_checkpoint_and_time",
     "train": "test_skipped_iterations; --hybrid-context-parallel is refused, and the wheel has no megatron.rl",
     "evaluate": "test_validation",
@@ -135,31 +134,3 @@ def test_validation(packed):
     assert_close(run, alone)
     assert len(run.validation) == len(alone.validation) >= 1
     np.testing.assert_allclose(run.validation, alone.validation, rtol=1e-6)  # which Megatron-LM sums in float32
-
-
-def _checked(argv: list[str]) -> tuple[object, list[tuple[int, float]]]:
-    """Run a command that takes each loss of its third step for wrong. Returns its exit code, and the losses."""
-    from megatron.core.rerun_state_machine import RerunStateMachine
-
-    losses: list[tuple[int, float]] = []
-    validate = RerunStateMachine.validate_result
-
-    def validate_result(machine: Any, result: Any, rejection_func: Any, message: str, **rest: Any) -> None:
-        if "NaN" in message:
-            losses.append((machine.current_iteration, float(result)))
-        validate(machine, result, lambda value: machine.current_iteration == 3, message, **rest)
-
-    RerunStateMachine.validate_result = validate_result
-    return run_command(argv)[0], losses
-
-
-def test_a_batch_in_a_checkpoint(packed, tmp_path):
-    """A step whose loss is wrong twice is saved with its batches, for a run on other devices to judge."""
-    flags = f"{BALANCED} {CP} 2 --rerun-mode validate_results --save {tmp_path}"
-    first = packed.pool.run(2, _checked, packed.from_start(flags))
-    again = packed.pool.run(2, _checked, packed.whole(f"{flags} --load {tmp_path}"))
-    for (code, losses), (code_again, more) in zip(first, again, strict=True):
-        assert (code, code_again) == (16, 16) and (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "2"
-        wrong = [loss for step, loss in losses if step == 3]
-        assert len(wrong) % 2 == 0 and wrong[: len(wrong) // 2] == wrong[len(wrong) // 2 :]
-        assert [loss for _, loss in more] == wrong[: len(wrong) // 2]
