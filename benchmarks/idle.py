@@ -32,6 +32,7 @@ from balancing.cluster import Cluster
 from balancing.files import write_text
 from balancing.whatif.forecast import forecast
 from balancing.whatif.job import read_recipe_flags
+from benchmarks.replaced import replace_name
 from benchmarks.settings import settings
 
 RANKS, STAGES, LAYERS, MICRO_BATCHES, TOKENS = 4, 2, 8, 8, 64
@@ -101,7 +102,7 @@ class _Count:
                 self._switch()
                 self._counts.pop()
 
-        setattr(owner, name, call)
+        replace_name(owner, name, call)
 
 
 def _count_balancers() -> tuple[_Count, _Count]:
@@ -170,7 +171,7 @@ def _train(argv: list[str], figures: Path) -> None:
         replicas.append(sum(bool(layer.placement.replicas) for layer in layers))
         return found
 
-    training.train_step = timed
+    replace_name(training, "train_step", timed)
     train.train(args, config)
     steps = [(b[0] - a[0], b[1] - a[1]) for a, b in itertools.pairwise(times)][WARM_UP:]
     (figures / f"{args.rank}.json").write_text(json.dumps({"steps": steps, "left": left, "replicas": max(replicas)}))

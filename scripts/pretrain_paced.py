@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from balancing.clock import device_time, pace
+from benchmarks.replaced import replace_name
 from examples.dynamic_models.extension import DynamicModel
 from megatron.balanced.trainer.arguments import parse_arguments
 
@@ -87,7 +88,7 @@ def main() -> None:
 
     from megatron.balanced.trainer.train import train
 
-    TransformerLayer.forward = paced(TransformerLayer.forward, int(text) / 1e3)
+    replace_name(TransformerLayer, "forward", paced(TransformerLayer.forward, int(text) / 1e3))
     train(args, config, extension=model)
 
 

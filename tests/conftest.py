@@ -1,7 +1,9 @@
 """Fixtures, options and limits of all tests: the pool of gloo ranks, a corpus, a time limit for each."""
 
 import faulthandler
+import pkgutil
 import signal
+import sys
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from benchmarks.replaced import replace_name
 from tests.support.corpus import heavy_tailed, write_documents
 from tests.support.packages_apart import why_missing
 from tests.support.patience import PATIENCE
@@ -90,6 +93,26 @@ def _left_out(config: pytest.Config, item: pytest.Item) -> bool:
     # Tests of a file with the same parameters have runs in common, and are drawn together.
     drawn = f"{file} {item.callspec.id}" if hasattr(item, "callspec") else item.nodeid
     return seed is None or zlib.crc32(f"{seed} {drawn}".encode()) % SHARE != 0
+
+
+@pytest.fixture
+def monkeypatch(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """As pytest's, but what replaces a function that may change, one outside of the standard library, has to take the
+    calls of the function."""
+    put = monkeypatch.setattr
+
+    def replace(target: Any, name: Any, *value: Any) -> None:
+        if not value:
+            (path, _, name), value = target.rpartition("."), (name,)
+            target = pkgutil.resolve_name(path)
+        home = getattr(target, "__module__", None) or getattr(target, "__name__", "")
+        if home.partition(".")[0] in sys.stdlib_module_names:
+            put(target, name, *value)
+        else:
+            replace_name(target, name, *value, put=put)
+
+    monkeypatch.setattr = replace  # type: ignore[method-assign]
+    return monkeypatch
 
 
 def _ranks(before: str | None = None) -> Iterator[Pool]:

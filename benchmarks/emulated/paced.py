@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from balancing.clock import pace
+from benchmarks.replaced import replace_name
 
 __all__ = ["PacedStage", "run_schedule", "schedule_arguments"]
 
@@ -330,8 +331,8 @@ def main() -> None:
 
     from megatron.balanced.layers.filled_schedule import with_filled_waits
 
-    torch.distributed.batch_isend_irecv = _receives_first  # type: ignore[assignment]
-    P2PCommunicator._communicate = with_filled_waits(P2PCommunicator._communicate)  # type: ignore[method-assign]
+    replace_name(torch.distributed, "batch_isend_irecv", _receives_first)
+    replace_name(P2PCommunicator, "_communicate", with_filled_waits(P2PCommunicator._communicate))
     dist.init_process_group("gloo", timeout=_TIMEOUT)
     measured = []
     for pipeline in json.loads(sys.argv[1]):

@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from balancing.experts.config import ExpertConfig
 from benchmarks.emulated.device import Device
+from benchmarks.replaced import replace_name
 
 __all__ = ["Variant", "routing_map"]
 
@@ -282,8 +283,8 @@ def _patch(piece_bytes: int) -> None:
     from megatron.balanced.experts.known_counts import with_known_counts
 
     gather = token_dispatcher.gather_from_sequence_parallel_region
-    token_dispatcher.gather_from_sequence_parallel_region = with_known_counts(gather)
-    relay._PIECE_BYTES = piece_bytes
+    replace_name(token_dispatcher, "gather_from_sequence_parallel_region", with_known_counts(gather))
+    replace_name(relay, "_PIECE_BYTES", piece_bytes)
 
 
 def _run(folders: list[Path]) -> None:

@@ -27,6 +27,7 @@ from balancing.sequences.engine.compiler import RankProgram
 from balancing.sequences.engine.program import Wait
 from balancing.sequences.sequence_plan import LatentShape, in_window
 from benchmarks.host.counting import Counted, Measured, fake_ranks, measure
+from benchmarks.replaced import replace_name
 
 __all__ = ["CASES", "Case", "Kernel", "busiest", "kernels_that_return", "measure_attention", "packed_documents"]
 
@@ -101,12 +102,14 @@ def kernels_that_return(counted: Counted) -> Iterator[None]:
     def launch(*unused: Any, **also_unused: Any) -> None:
         counted.launches += 1
 
-    originals = merging.choose_merge, merging.choose_add
-    merging.choose_merge, merging.choose_add = lambda device: launch, lambda device: launch
+    originals = {name: getattr(merging, name) for name in ("choose_merge", "choose_add")}
+    for name in originals:
+        replace_name(merging, name, lambda device: launch)
     try:
         yield
     finally:
-        merging.choose_merge, merging.choose_add = originals
+        for name, original in originals.items():
+            replace_name(merging, name, original)
 
 
 def busiest(plan: SequencePlan) -> RankProgram:

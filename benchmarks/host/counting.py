@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.replaced import replace_name
+
 __all__ = ["Counted", "Measured", "fake_ranks", "measure"]
 
 _ADDITIONS = 500  # between two repeats
@@ -116,7 +118,7 @@ def _count(counted: Counted) -> Iterator[None]:
             setattr(counted, what, getattr(counted, what) + 1)
             return original(*args, **kwargs)
 
-        setattr(kind, name, count)
+        replace_name(kind, name, count)
 
     for name in originals:
         replace(name, getattr(kind, name))
@@ -160,7 +162,7 @@ def fake_ranks(rank: int, ranks: int) -> Iterator[None]:
         return start(group, nothing, nothing, [0] * len(received), [0] * len(sent), *options)
 
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
-    setattr(kind, name, without_rows)
+    replace_name(kind, name, without_rows)
     try:
         yield
     finally:

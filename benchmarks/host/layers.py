@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from benchmarks.host.counting import Counted, Measured, fake_ranks, measure
+from benchmarks.replaced import replace_name
 
 __all__ = ["experts", "report"]
 
@@ -81,7 +82,7 @@ def _moe_layer(ranks: int, full: int | None, experts: int = _EXPERTS) -> Measure
 
     if not takes_known_counts():
         gather = token_dispatcher.gather_from_sequence_parallel_region
-        token_dispatcher.gather_from_sequence_parallel_region = with_known_counts(gather)
+        replace_name(token_dispatcher, "gather_from_sequence_parallel_region", with_known_counts(gather))
     number = experts * ranks
     config = TransformerConfig(
         num_layers=1, num_attention_heads=4, hidden_size=_HIDDEN, moe_ffn_hidden_size=_HIDDEN,
@@ -151,9 +152,9 @@ def _split_at_once(counted: Counted) -> None:
                 self._served = torch.from_numpy(self._splitter(load.numpy())).contiguous()
             return self._served
 
-    split_kernel.SplitKernels = SplitKernels  # type: ignore[misc, assignment]
-    split_kernel.kernels_work = lambda ranks, device: True
-    moe_layer.is_cpu = lambda: False
+    replace_name(split_kernel, "SplitKernels", SplitKernels)
+    replace_name(split_kernel, "kernels_work", lambda ranks, device: True)
+    replace_name(moe_layer, "is_cpu", lambda: False)
 
 
 def report() -> list[dict[str, Any]]:

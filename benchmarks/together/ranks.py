@@ -27,6 +27,7 @@ import torch
 
 from benchmarks.emulated import EmulatedCluster
 from benchmarks.emulated.entry import die_with_parent, enter_node
+from benchmarks.replaced import replace_name
 from benchmarks.together.workload import FLAGS, TOP_K, Pace, Variant, Work, lengths_of, pairs_of, routed
 
 __all__ = ["prepare", "train"]
@@ -146,16 +147,15 @@ def _be_rank(
             enter_node(node["namespace"], node["hostname"], node["hosts"])
         _train(flags, folder / "steps.txt" if rank == 0 else None, pace, quick)
         code = 0
-    except SystemExit as ended:  # at --exit-interval
+    except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else 0 if ended.code is None else 1
         if ended.code and code:
             print(ended.code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 class _Wait(torch.autograd.Function):
@@ -206,10 +206,11 @@ def _train(flags: Sequence[str], steps: Path | None, pace: Pace, quick: Collecti
     called = _pace(pace, record, work)
     try:
         run(args, config, [Clock()], extension=model)
-    finally:
-        if missing := sorted(REPLACED - called):
-            print(f"together: nothing called {', '.join(missing)}, so this was another workload", file=sys.stderr)
-            os._exit(1)
+    except SystemExit as ended:  # at --exit-interval
+        if ended.code:
+            raise
+    if missing := sorted(REPLACED - called):
+        raise SystemExit(f"together: nothing called {', '.join(missing)}, so this was another workload")
 
 
 def _pace(pace: Pace, record: list[int], work: Work) -> set[str]:
@@ -231,7 +232,7 @@ def _pace(pace: Pace, record: list[int], work: Work) -> set[str]:
     from benchmarks.sequences import emulated_rank
     from megatron.balanced.sequences import dataset, planner, tokens
 
-    emulated_rank.tile_pairs = pairs_of  # type: ignore[assignment]
+    replace_name(emulated_rank, "tile_pairs", pairs_of)
 
     class Kernel(emulated_rank.ZeroScores):
         def _occupy(self, begin: float, pairs: float) -> None:
@@ -245,8 +246,9 @@ def _pace(pace: Pace, record: list[int], work: Work) -> set[str]:
         hidden_states = _Wait.apply(hidden_states, work, pace.linear)
         return layer_forward(self, hidden_states, *args, **kwargs)
 
-    TransformerLayer.forward = layer
-    SequentialMLP.forward = _paced_experts(SequentialMLP.forward, work, pace.token)  # with replicas, runs these as well
+    replace_name(TransformerLayer, "forward", layer)
+    # With replicas, runs these as well.
+    replace_name(SequentialMLP, "forward", _paced_experts(SequentialMLP.forward, work, pace.token))
 
     maps: dict[tuple[int, int, int], torch.Tensor] = {}
 
@@ -259,12 +261,12 @@ def _pace(pace: Pace, record: list[int], work: Work) -> set[str]:
         chosen = maps[key]
         return (logits.reshape(tokens, -1) * 0 + 1 / TOP_K) * chosen, chosen
 
-    def documents(unused: Any, index: int) -> list[int]:
+    def documents(dataset: Any, index: int) -> list[int]:
         # Every micro-batch has the same documents, in another order.
         return [int(length) for length in np.random.default_rng(index).permutation(lengths_of(pace.even))]
 
-    def planned(lengths: Sequence[int], **options: Any) -> Any:
-        return baselines.plan_sequences(lengths, **options | ({"method": "hybrid"} if pace.hybrid else {}))
+    def planned(lengths: Sequence[int], cluster: Any, **options: Any) -> Any:
+        return baselines.plan_sequences(lengths, cluster, **options | ({"method": "hybrid"} if pace.hybrid else {}))
 
     # A name that is used no more could be replaced as well, and nothing would tell.
     called: set[str] = set()
@@ -274,8 +276,8 @@ def _pace(pace: Pace, record: list[int], work: Work) -> set[str]:
         (dataset, "document_lengths", documents),
         (planner, "plan_sequences", planned),
     ):
-        assert hasattr(owner, name), f"{owner.__name__} has no {name}"
-        setattr(owner, name, _noted(replacement, name, called))
+        replace_name(owner, name, replacement)
+        replace_name(owner, name, _noted(replacement, name, called))
     return called
 
 
@@ -292,8 +294,9 @@ def _noted(function: Callable, name: str, called: set[str]) -> Callable:
 def _paced_experts(forward: Callable, work: Work, seconds: float) -> Callable:
     """`forward` of local experts, which takes `seconds` for each token."""
 
-    def paced(self: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return forward(self, _Wait.apply(hidden, work, seconds * len(hidden)), *args, **kwargs)
+    def paced(self: Any, permuted_local_hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        given = permuted_local_hidden_states
+        return forward(self, _Wait.apply(given, work, seconds * len(given)), *args, **kwargs)
 
     return paced
 

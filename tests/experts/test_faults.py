@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.replaced import replace_name
 from tests.support.events import events_in
 from tests.support.plain import train_plainly
 from tests.support.settings import settings
@@ -180,7 +181,7 @@ def _plant_death(method: str, iteration: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     ReplicaSlots.begin_step = begin
-    setattr(ReplicaSlots, method, transfer_and_die)
+    replace_name(ReplicaSlots, method, transfer_and_die)
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def test_the_predicted_cost_never_grows(seed, monkeypatch):
 
     plan, cost = planned()
     assert planned()[0] == plan
-    monkeypatch.setattr(QuotaPlanner, "_near", lambda *unused: [])
+    monkeypatch.setattr(QuotaPlanner, "_near", lambda self, counts, total, picks: [])
     assert cost <= planned()[1]
 
 

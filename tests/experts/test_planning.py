@@ -31,10 +31,10 @@ def _uploads(argv: list[str]) -> list[tuple[int, int, int]]:
     steps: list[tuple[int, int, int]] = []
     changed = copies = built = 0
 
-    def counted_upload(*args: Any) -> Any:
+    def counted_upload(*args: Any, **named: Any) -> Any:
         nonlocal copies
         copies += 1
-        return upload(*args)
+        return upload(*args, **named)
 
     def counted_place(tables: dict) -> None:
         nonlocal changed

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.replaced import replace_name
 from tests.support.events import events_in
 from tests.support.sampled import sampled
 from tests.support.settings import settings
@@ -137,9 +138,11 @@ def _train_padded(argv: list[str], keep_parameters: bool) -> RankRun:
         check(config)  # which refuses the flag without fp8 or fp4
         config.moe_router_padding_for_quantization = padding
 
-    def noted(self: Any, hidden: Any, tokens_per_expert: Any, probs: Any) -> Any:
+    def noted(
+        self: Any, permuted_local_hidden_states: Any, tokens_per_expert: Any, permuted_probs: Any, *buffers: Any
+    ) -> Any:
         rows.extend(tokens_per_expert.tolist())
-        return forward(self, hidden, tokens_per_expert, probs)
+        return forward(self, permuted_local_hidden_states, tokens_per_expert, permuted_probs, *buffers)
 
     TransformerConfig.__post_init__ = post_init
     ReplicatedSequentialMLP.forward = noted
@@ -224,8 +227,8 @@ def _operations(argv: list[str]) -> dict[str, int]:
                 found[name] = max(found[name], started - inner)
             return result
 
-        setattr(MoELayer, name, of_megatron)
-        setattr(BalancedMoELayer, name, whole)
+        replace_name(MoELayer, name, of_megatron)
+        replace_name(BalancedMoELayer, name, whole)
 
     count("preprocess")
     count("postprocess")

@@ -40,9 +40,9 @@ def _routed(argv: list[str], recorded: list | None) -> tuple[RankRun, list, int]
     wrong = 0
     record, replay = RouterReplay.record_indices, RouterReplay.get_replay_topk
 
-    def note(self: Any, indices: Any) -> None:
-        steps[-1].append(indices.clone())
-        record(self, indices)
+    def note(self: Any, topk_indices: Any) -> None:
+        steps[-1].append(topk_indices.clone())
+        record(self, topk_indices)
 
     def next_target(self: Any, *args: Any, **kwargs: Any) -> Any:
         if recorded is not None:

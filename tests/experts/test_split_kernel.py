@@ -32,7 +32,7 @@ def test_the_kernels_split_to_the_token_like_numpy():
 def test_kernels_that_are_wrong_on_a_device_are_not_used(monkeypatch):
     from balancing.experts.split import split_kernel
 
-    monkeypatch.setattr(split_kernel.SplitKernels, "__init__", lambda *unused: None)
+    monkeypatch.setattr(split_kernel.SplitKernels, "__init__", lambda *unused, **named: None)
     monkeypatch.setattr(split_kernel.SplitKernels, "__call__", lambda self, load: load.new_zeros(4, 16))
     split_kernel.kernels_work.cache_clear()
     with pytest.warns(UserWarning, match="on the host"):
@@ -47,7 +47,7 @@ def test_kernels_that_cannot_be_compiled_are_not_used(monkeypatch):
     def fail(self, load):
         raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.\nmore")
 
-    monkeypatch.setattr(split_kernel.SplitKernels, "__init__", lambda *unused: None)
+    monkeypatch.setattr(split_kernel.SplitKernels, "__init__", lambda *unused, **named: None)
     monkeypatch.setattr(split_kernel.SplitKernels, "__call__", fail)
     split_kernel.kernels_work.cache_clear()
     with pytest.warns(UserWarning, match="on the host, because Triton fails to compile.*C compiler") as told:

@@ -350,10 +350,10 @@ def runner(tmp_path, monkeypatch):
     ran: list[tuple[str, bool]] = []
 
     def part_runs(
-        part: Part, pool: Any, on: Machine, told: Notes, seconds: float, staged: bool
+        part: Part, pool: Any, machine: Machine, notes: Notes, seconds: float, staged: bool = False
     ) -> tuple[str, str, int, int]:
         ran.append((part.name, staged))
-        told.figure(f"figure of {part.name}")
+        notes.figure(f"figure of {part.name}")
         fate = fates.pop(part.name, "")
         if fate == "is killed":
             raise KeyboardInterrupt
@@ -406,7 +406,7 @@ def test_costs_run_alone_and_the_rest_side_by_side(runner, monkeypatch):
         part.name for part in [part for part in PARTS if not part.alone and part.name not in ENGINES][1:][:STREAMS]
     }
 
-    def part_runs(part: Part, *unused: Any) -> tuple[str, str, int, int]:
+    def part_runs(part: Part, *unused: Any, **named: Any) -> tuple[str, str, int, int]:
         with lock:
             running.add(part.name)
             most[part.alone] = max(most[part.alone], len(running))
@@ -482,7 +482,7 @@ def test_a_move_that_takes_more_is_seen_although_it_resets_the_maximum(monkeypat
     from tests.gpu.training import _kept_peak
 
     held = {"most": 0}
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: held["most"])
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 2 * held["most"])
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: held.update(most=7))

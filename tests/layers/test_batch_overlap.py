@@ -207,8 +207,8 @@ def _left_over(argv: list[str], plans: Plans) -> tuple[int, list[str]]:
     build, change = Plan._build_callable_nodes, mover.change_layers
 
     @wraps(build)
-    def built(self: Any, *args: Any) -> None:
-        build(self, *args)
+    def built(self: Any, *args: Any, **named: Any) -> None:
+        build(self, *args, **named)
         for name in ("pre_dispatch_computation", "mlp", "moe_dispatch", "moe_combine"):
             seen.append((weakref.ref(getattr(self, name)), name))
 

@@ -123,8 +123,8 @@ def _dies_in_a_move(argv: list[str], victim: int) -> None:
 
     run_transfers = layer_tensors.run_transfers
 
-    def transfer_and_die(transfers: list, *args: Any) -> int:
-        sent = run_transfers(transfers, *args)
+    def transfer_and_die(transfers: list, *args: Any, **named: Any) -> int:
+        sent = run_transfers(transfers, *args, **named)
         if transfers and int(os.environ["RANK"]) == victim:
             os.kill(os.getpid(), signal.SIGKILL)
         return sent

@@ -65,7 +65,7 @@ def _options() -> list[Any]:
     theirs.config.max_ctas, theirs.config.net_name = 4, "IB"
     group = SimpleNamespace(_get_backend=lambda device: SimpleNamespace(options=theirs))
     seen: list[Any] = []
-    process_groups.connect = lambda process_group: None
+    process_groups.connect = lambda process_group, peers=None: None
     dist.get_process_group_ranks = lambda process_group: [0]
     dist.get_backend = lambda process_group=None: "nccl" if process_group is group else "gloo"
     dist.new_group = lambda ranks, *, timeout, backend, pg_options: seen.append((backend, pg_options))
@@ -104,7 +104,7 @@ def test_who_connects_with_whom(monkeypatch):
     ranks = {"small": [*range(8, 24)], "large": [*range(4, 64)]}
     monkeypatch.setattr(messages.dist, "get_rank", lambda: 9)
     monkeypatch.setattr(messages.dist, "get_process_group_ranks", ranks.get)
-    monkeypatch.setattr(messages, "detect_launch", lambda: SimpleNamespace(ranks_per_node=8))
+    monkeypatch.setattr(messages, "detect_launch", lambda environ=None: SimpleNamespace(ranks_per_node=8))
     others = [8, *range(10, 24)]
     assert messages._peers("small", None) == messages._peers("small", [1]) == others
     assert messages._peers("large", None) == [8, *range(10, 16)]

@@ -84,10 +84,10 @@ def _rank(argv: list[str]) -> tuple[Run, Counted]:
     told, within = Counted([], []), []
     compute, accumulate = WeightGradients.compute, ReplicaSlots.accumulate_gradients
 
-    def counted(self: WeightGradients, number: int) -> None:
-        told.pieces.append(min(number, len(self._deferred)))
-        within.append(number)
-        compute(self, number)
+    def counted(self: WeightGradients, pieces: int) -> None:
+        told.pieces.append(min(pieces, len(self._deferred)))
+        within.append(pieces)
+        compute(self, pieces)
         within.clear()
 
     def accumulated(self: ReplicaSlots, number: int) -> None:

@@ -103,7 +103,7 @@ def _caches(argv: list[str]) -> list[tuple[str, int, int]]:
     move_at(PLAN)
     move = mover.LayerMover.move
 
-    def watched(self: Any, *args: Any) -> Any:
+    def watched(self: Any, plan: Any) -> Any:
         gc.collect()
         with _Live() as live:
 
@@ -113,7 +113,7 @@ def _caches(argv: list[str]) -> list[tuple[str, int, int]]:
             for name in ("empty_cache", "reset_peak_memory_stats"):
                 setattr(torch.cuda, name, partial(note, name))
             note("begin")
-            moved = move(self, *args)
+            moved = move(self, plan)
             note("end")
         return moved
 

@@ -194,9 +194,9 @@ def _peeks_at_buffers(argv: list[str]) -> list[bool]:
         old.extend(weakref.ref(buffer.grad_data) for ddp in self._chunks for buffer in ddp.buffers)
         free(self)
 
-    def peek(*args: Any) -> int:
+    def peek(*args: Any, **named: Any) -> int:
         gone.extend(reference() is None for reference in old)
-        return run_transfers(*args)
+        return run_transfers(*args, **named)
 
     mover.LayerMover._free_buffers, layer_tensors.run_transfers = watched, peek
     train_rank(argv, False)

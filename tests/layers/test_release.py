@@ -210,7 +210,7 @@ def _killed_in_a_release(argv: list[str], victim: int, rebuilding: bool) -> str:
     from megatron.balanced.layers import layer_tensors, mover
     from megatron.balanced.trainer.watchdog.failure import report_failures_once
 
-    def die(*unused: Any) -> int:
+    def die(*unused: Any, **also_unused: Any) -> int:
         os.kill(os.getpid(), signal.SIGKILL)
         return 0
 

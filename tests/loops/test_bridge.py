@@ -272,7 +272,7 @@ def _example(overrides: list[str]) -> tuple[list[dict], str]:
     from examples.bridge_recipe import show, train
 
     one_rate = Cluster.sheet("h100-8x400g")  # at measured rates so few tokens are not worth a replica
-    Cluster.preset = lambda name: one_rate  # type: ignore[method-assign,assignment]
+    Cluster.preset = lambda name, *, nodes=1: one_rate  # type: ignore[method-assign,assignment]
     events: list[Any] = []
     train("gpt.vanilla_gpt_pretrain_config", overrides, events.append)
     shown = io.StringIO()

@@ -70,9 +70,9 @@ def _train(
     plain, events, refused = get_forward_backward_func(), [], []
     ended, plan = threading.Event(), planning.ReplicaPlanner._plan
 
-    def plan_late(*args: Any) -> Any:
+    def plan_late(*args: Any, **named: Any) -> Any:
         assert ended.wait(PATIENCE)
-        return plan(*args)
+        return plan(*args, **named)
 
     planning.ReplicaPlanner._plan = plan_late
     if balanced:

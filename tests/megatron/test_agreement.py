@@ -157,7 +157,7 @@ def _many_ranks(count: int) -> tuple[list[object], float]:
 
         setattr(Counted, name, counted)
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    agreement.open_store = lambda name: server
+    agreement.open_store = lambda name, *, anew=False: server
     agreement.dist.PrefixStore = Counted
 
     def one(rank: int) -> object:

@@ -253,7 +253,10 @@ def _flags_that_do_not_exist(argv: list[str]) -> list[str]:
     # What early exit reads after Megatron-LM derived it.
     present = {"virtual_pipeline_model_parallel_size"}
     check = balancers.check_balancers
-    arguments.check_balancers = lambda args, *given: (present.update(vars(args)), check(args, *given))[1]
+    arguments.check_balancers = lambda args, config, left_to_us: (
+        present.update(vars(args)),
+        check(args, config, left_to_us),
+    )[1]
     arguments.parse_arguments(argv)
     names = {
         *(name for row in (*INCOMPATIBLE, *checks.INCOMPATIBLE) for name in (row.flag, *row.beside)),

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.replaced import replace_name
 from tests.support.moving import Plans, move_at
 from tests.support.sampled import sampled
 from tests.support.training import MOCK_DATA, MODEL, MOE, RankRun, join, train_rank
@@ -48,7 +49,7 @@ def _counted_rank(argv: list[str], plans: Plans) -> tuple[RankRun, list[dict[int
             of_router[2] += number
             return method(self, *args, **kwargs)
 
-        setattr(TopKRouter, name, counted)
+        replace_name(TopKRouter, name, counted)
 
     def updated(model: Any, *args: Any, **kwargs: Any) -> None:
         import torch

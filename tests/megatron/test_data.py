@@ -19,9 +19,9 @@ def _tokens(argv: list[str]) -> np.ndarray:
     seen: list[np.ndarray] = []
     broadcast = data.get_batch_on_this_tp_rank
 
-    def watched(batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+    def watched(batch: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
         seen.append(batch["tokens"].numpy().copy())
-        return broadcast(batch, **kwargs)
+        return broadcast(batch, *args, **kwargs)
 
     data.get_batch_on_this_tp_rank = watched
     train_rank(argv, False)

@@ -67,10 +67,10 @@ def _train_with(plant: str, argv: list[str]) -> list[list[int]]:
                     module.gating = _prefer(module.gating, expert=1)
         attach(self, chunks)
 
-    def see(self: Any, lengths_of: Callable[[], list[int]], chunk: int, *of_plan: Any) -> None:
+    def see(self: Any, lengths_of: Callable[[], list[int]], chunk: int, *of_plan: Any, **named: Any) -> None:
         if chunk == 0 and self.step is not None:
             seen.append(lengths_of())
-        documents(self, lengths_of, chunk, *of_plan)
+        documents(self, lengths_of, chunk, *of_plan, **named)
 
     observer.Observer.attach, observer.Observer.documents = plant_in, see
     train_with_flags(args, config)

@@ -190,12 +190,14 @@ def _train_rank_with_figures(argv: list[str], groups: bool, plans: Plans) -> tup
     def initialize(self: Any, name: str, num_layers: int, device: Any = None) -> None:
         self._metrics.setdefault(name, MetricEntry(values=torch.zeros(num_layers, dtype=torch.float64)))
 
-    def recorded(self: Any, name: str, value: Any, layer_number: int, num_layers: int, **groups: Any) -> None:
+    def recorded(
+        self: Any, name: str, value: Any, layer_number: int, num_layers: int, *groups: Any, **named: Any
+    ) -> None:
         initialize(self, name, num_layers)
-        record(self, name, value, layer_number, num_layers, **groups)
+        record(self, name, value, layer_number, num_layers, *groups, **named)
 
-    def kept(self: Any, *args: Any) -> Any:
-        found = aggregate(self, *args)
+    def kept(self: Any, *args: Any, **named: Any) -> Any:
+        found = aggregate(self, *args, **named)
         logged.append({name: float(value) for name, value in found.items()})
         return found
 

@@ -348,8 +348,8 @@ def test_the_kernels_that_are_tried_on_a_generation_of_gpus(major, names):
 def test_one_switch_of_torch_serves_kernels_in_turn(monkeypatch):
     """Each sets it to its own before it runs."""
     now = ["FA4"]
-    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", lambda name: now.append(name))
-    monkeypatch.setattr(torch.nn.attention, "restore_flash_attention_impl", lambda: now.append(None))
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", lambda impl: now.append(impl))
+    monkeypatch.setattr(torch.nn.attention, "restore_flash_attention_impl", lambda _raise_warn=True: now.append(None))
     monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: now[-1])
     three, two = TorchFlash("FA3"), TorchFlash()
     assert now == ["FA4", "FA3", None]

@@ -57,13 +57,13 @@ def _train(argv: list[str], steps: tuple[int, ...], members: int = 0) -> tuple[R
     seen, moved, plain = Seen(), MovedTokens.next_batch, data._next_batch
     groups._MEMBERS = members or groups._MEMBERS
 
-    def next_moved(self: Any, *args: Any) -> Any:
-        batch = moved(self, *args)
+    def next_moved(self: Any, *args: Any, **named: Any) -> Any:
+        batch = moved(self, *args, **named)
         seen.add(batch.inputs["tokens"], batch.plan.method)
         return batch
 
-    def next_plain(*args: Any) -> Any:
-        batch = plain(*args)
+    def next_plain(*args: Any, **named: Any) -> Any:
+        batch = plain(*args, **named)
         if batch is not None:
             seen.add(batch["tokens"], None)
         return batch

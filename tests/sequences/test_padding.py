@@ -48,8 +48,8 @@ def _rank(argv: list[str]) -> tuple[RankRun, int]:
             if table.vocab_start_index <= UNUSED < table.vocab_end_index:
                 table.weight.data[UNUSED - table.vocab_start_index] = value
 
-    def next_batch(self: Any, *args: Any) -> Any:
-        found = read(self, *args)
+    def next_batch(self: Any, *args: Any, **named: Any) -> Any:
+        found = read(self, *args, **named)
         padding[0] += found.inputs["tokens"].shape[1] - found.packed.attention.tokens
         return found
 

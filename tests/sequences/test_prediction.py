@@ -76,8 +76,8 @@ def _train_rank(argv: list[str]) -> tuple[Any, dict[str, list[float]]]:
         def add_scalar(self, name: str, value: Any, iteration: int) -> None:
             logged.setdefault(name, []).append(float(value))
 
-    def tracked(loss_scale: float, iteration: int, writer: Any, *rest: Any) -> None:
-        track(loss_scale, iteration, Writer(), *rest)
+    def tracked(loss_scale: float, iteration: int, writer: Any, *rest: Any, **named: Any) -> None:
+        track(loss_scale, iteration, Writer(), *rest, **named)
 
     MTPLossLoggingHelper.track_mtp_metrics = staticmethod(tracked)
     finish = watch(keep_parameters=True)

@@ -372,7 +372,7 @@ def _kernels_asked_for(argv: list[str]) -> list[tuple[str, str | None, tuple[int
 
     asked = []
 
-    def choose(device: torch.device, heads: Any, wanted: str, *, had: str | None) -> Choice:
+    def choose(device: Any, heads: Any, wanted: str = "auto", process_group: Any = None, had: Any = None) -> Choice:
         asked.append((wanted, had, tuple(heads[1:])))
         return Choice(CPU, "cudnn", "attention: chosen", {"cudnn": 5e14})
 

@@ -317,7 +317,7 @@ def main() -> int:
                     with args.json.open("a") as lines:
                         lines.write(json.dumps(record) + "\n")
     finally:
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # what is on its way counts
             pool.stop()
     print(", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items())))
     return 1 if counts["failed"] else 0

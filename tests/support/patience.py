@@ -27,8 +27,9 @@ def answers_come_from(ranks: Collection[int]) -> None:
     from megatron.balanced.trainer.rendezvous import wait_for
     from megatron.balanced.trainer.watchdog import failure, stall
 
-    def wait(store: Any, keys: list[str], seconds: float) -> bool:
-        return wait_for(store, [key for key in keys if int(key.rpartition("/")[2]) in ranks], PATIENCE)
+    def wait(store: Any, keys: list[str], seconds: float, *look: Any, **named: Any) -> bool:
+        answering = [key for key in keys if int(key.rpartition("/")[2]) in ranks]
+        return wait_for(store, answering, PATIENCE, *look, **named)
 
     stall.wait_for = wait  # type: ignore[assignment]
     failure._PATIENCE_SECONDS = 5.0

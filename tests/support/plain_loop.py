@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from benchmarks.replaced import replace_name
 from tests.support.weights import ADAM_EPS
 
 __all__ = ["train"]
@@ -21,7 +22,7 @@ def train(steps: int, folder: Path, balanced: bool) -> tuple[list[float], Any, s
     torch.set_default_dtype(torch.float64)
     config = example.TransformerConfig
     example.TransformerConfig = lambda **fields: config(**fields | {"num_attention_heads": 2})  # half the attention
-    example.OptimizerConfig = partial(example.OptimizerConfig, adam_eps=ADAM_EPS)
+    replace_name(example, "OptimizerConfig", partial(example.OptimizerConfig, adam_eps=ADAM_EPS))
     if not balanced:
         begun = []
         build = example.build
@@ -36,5 +37,5 @@ def train(steps: int, folder: Path, balanced: bool) -> tuple[list[float], Any, s
 
         example.build, example.ExpertBalancer, example.SequenceBalancer = remember, Without, Without
         example.LayerBalancer = Without
-        example.Balancers = lambda *unused: SimpleNamespace(schedule=lambda run: run, after_step=lambda: None)
+        example.Balancers = lambda *unused, **named: SimpleNamespace(schedule=lambda run: run, after_step=lambda: None)
     return example.train(steps, folder)

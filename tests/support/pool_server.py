@@ -122,7 +122,7 @@ def _call(job: Job) -> Outcome:
         report = traceback.format_exc()
         try:
             pickle.loads(pickle.dumps(error))
-        except Exception:
+        except Exception:  # it cannot be sent, its report can
             return Outcome(report=report, at=time.monotonic())
         return Outcome(error=error, report=report, at=time.monotonic())
 
@@ -235,10 +235,10 @@ def _look_up_once() -> None:
     known: dict[type, dict[str, str]] = {}
     read = ArgumentGroupFactory._get_field_docstrings
 
-    def docstrings(self: Any, source: type) -> dict[str, str]:
-        if source not in known:
-            known[source] = read(self, source)
-        return known[source]
+    def docstrings(self: Any, src_cfg_class: type) -> dict[str, str]:
+        if src_cfg_class not in known:
+            known[src_cfg_class] = read(self, src_cfg_class)
+        return known[src_cfg_class]
 
     ArgumentGroupFactory._get_field_docstrings = docstrings
     make = arguments.add_megatron_arguments

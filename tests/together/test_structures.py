@@ -47,7 +47,7 @@ def _place_at_random() -> Planned:
     from megatron.balanced.experts import planning
     from megatron.balanced.experts.balancer import ExpertBalancer
 
-    def plan(self: Any, layer: Any, own: Any, loads: Any, iteration: int, *unused: Any) -> planning.Planned:
+    def placed(self: Any, layer: Any, plan: Any, on_host: Any, iteration: int, *unused: Any, **named: Any) -> Any:
         alone = layer.without_replicas.placement
         # Ranks that split a sequence or an expert among them plan together.
         together = dist.get_process_group_ranks(layer._logical.tp_ep_group)
@@ -63,7 +63,7 @@ def _place_at_random() -> Planned:
         nodes = {"ranks_per_node": self._cluster.ranks_per_node, "nics_per_node": self._cluster.nics_per_node}
         return planning.Planned(layer.tables(ReplicaPlacement(alone.home, slots, **nodes)), 0.0, 0.0)
 
-    planning.ReplicaPlanner._plan = plan
+    planning.ReplicaPlanner._plan = placed
     planned: Planned = {}
     begin = ExpertBalancer.begin_schedule
 

@@ -263,9 +263,9 @@ def _with_layers(argv: list[str], moves: Plans, left_out: tuple[int, ...]) -> tu
         def seconds(self, origin: float, begin: float, end: float) -> tuple[float, float, float]:
             return 0.0, end, end
 
-    def added(self: Any, iteration: int, *rest: Any) -> None:
+    def added(self: Any, iteration: int, *rest: Any, **named: Any) -> None:
         planned.append(iteration)
-        add(self, iteration, *rest)
+        add(self, iteration, *rest, **named)
 
     trials.CpuClock = Clock  # type: ignore[misc,assignment]
     LayerPlanner.add = added  # type: ignore[method-assign]

@@ -145,12 +145,16 @@ def test_flags_exist(page, flags):
     assert not named - flags - FOREIGN
 
 
-@pytest.mark.parametrize("page", [*GUIDES, REPOSITORY / "benchmarks/README.md"], ids=_name)
-def test_commands_name_what_is_there(page):
-    text = page.read_text()
-    for module in re.findall(r"python -m ((?:balancing|benchmarks|tests)[\w.]*)", text):
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_commands_name_modules_that_are_there(page):
+    for module in re.findall(r"python -m ((?:balancing|benchmarks|tests)[\w.]*)", page.read_text()):
         name = module.rstrip(".").replace(".NAME", "")
         assert importlib.util.find_spec(name) is not None, module
+
+
+@pytest.mark.parametrize("page", [*GUIDES, REPOSITORY / "benchmarks/README.md"], ids=_name)
+def test_paths_name_what_is_there(page):
+    text = page.read_text()
     created = re.findall(r"^```python file=(\S+)", text, re.M)
     folders = "scripts|tests|balancing|benchmarks|megatron|examples|docs"
     for path in re.findall(rf"(?<![\w/.])(?:{folders})/[\w./-]+\w", text):

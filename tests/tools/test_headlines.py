@@ -80,7 +80,7 @@ def test_layers_reach_every_headline_simulated(tmp_path: Path) -> None:
 def test_rows_by_the_clock_have_the_time_of_each_method(monkeypatch: pytest.MonkeyPatch) -> None:
     """The emulated cluster is replaced by times that name their method; the cluster has its own tests."""
 
-    def measure_layers(stages: int, jobs: list, repeats: int, micro_batches: int) -> list[float]:
+    def measure_layers(stages: int, jobs: list, repeats: int, micro_batches: int = 8) -> list[float]:
         return [1.02 * cost.simulate(plan, micro_batches).step_time for cost, plan, _ in jobs]
 
     monkeypatch.setattr(layers_emulated, "measure", measure_layers)
@@ -90,7 +90,7 @@ def test_rows_by_the_clock_have_the_time_of_each_method(monkeypatch: pytest.Monk
 
     seconds = {"ring": 12.0, "zones": 4.0, "all-gather": 6.0, "chunks": 3.0}
 
-    def measure_sequences(job) -> tuple[list[dict], None]:
+    def measure_sequences(job, **named) -> tuple[list[dict], None]:
         return [{"case": number, "method": method, "seconds": (1 + number) * seconds[method], "exposed": 0.0}
                 for number in range(len(job.cases)) for method in job.methods], None  # fmt: skip
 
@@ -104,7 +104,7 @@ def test_rows_by_the_clock_have_the_time_of_each_method(monkeypatch: pytest.Monk
 
     steps = {"forced balance": 1.0, "none": 6.0, "quota": 1.5, "prophet": 3.0, "prophet, 8 slots": 2.0, "shadow": 4.0}
 
-    def measure_experts(loads, scale, variants) -> tuple[list, None]:
+    def measure_experts(loads, scale, variants, **named) -> tuple[list, None]:
         found = steps | {"shadow, 8 slots": 5.0}
         return [experts_emulated.Row(scale.ranks, each.name, found[each.name], 0, 0, 0, 0, 0, 0, 1)
                 for each in variants], None  # fmt: skip

@@ -267,10 +267,10 @@ def test_a_full_disk_leaves_nothing_half_written(run, monkeypatch, tmp_path):
     before = {end: (tmp_path / f"out{end}").read_bytes() for end in (".bin", ".idx")}
     add_document = IndexedDatasetBuilder.add_document
 
-    def fill_up(builder, *arguments):
+    def fill_up(builder, *arguments, **named):
         if builder.sequence_lengths:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        add_document(builder, *arguments)
+        add_document(builder, *arguments, **named)
 
     monkeypatch.setattr(IndexedDatasetBuilder, "add_document", fill_up)
     assert_refused(run(*arguments), str(tmp_path / "out"), "No space left on device")

@@ -17,7 +17,7 @@ def _ages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ages of the figures that are not repeated, without reading the history of each file."""
     rows = [Age("python -m benchmarks.host", "f1257a0", "2026-11-26", 3, ()),
             Age("python -m benchmarks.experts.training", "f1257a0", "2026-11-26", 3, ())]  # fmt: skip
-    monkeypatch.setattr(published, "ages", lambda page: rows)
+    monkeypatch.setattr(published, "ages", lambda page, root=ROOT: rows)
 
 
 @pytest.mark.parametrize("figure", FIGURES, ids=lambda each: f"{each.file} {each.run} {each.keys[0]}")

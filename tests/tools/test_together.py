@@ -69,7 +69,7 @@ def test_steps_count_behind_those_that_warm_up():
 def test_a_busy_machine_is_told_in_one_line(tmp_path, monkeypatch, capsys):
     from benchmarks.together import demo
 
-    monkeypatch.setattr(demo, "_own_seconds", lambda *unused: 2.0)
+    monkeypatch.setattr(demo, "_own_seconds", lambda cluster, folder: 2.0)
     assert demo.demonstrate(tmp_path, short=False) == demo.BUSY
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "too busy" in said and not list(tmp_path.iterdir())
@@ -87,6 +87,28 @@ def test_the_demonstration_refuses_what_it_does_not_know():
     done = subprocess.run(["scripts/demo.sh", "--shrot"], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.count("\n") == 1 and "--shrot" in done.stderr
+
+
+_DEMONSTRATION = """
+import sys
+from pathlib import Path
+from benchmarks.together import demo, figure, ranks
+ranks.prepare()
+folder = Path(sys.argv[1])
+with demo.emulated() as cluster:
+    steps = ranks.train(cluster, demo.VARIANTS["all"], folder, steps=figure.BEFORE + 2, micro_batches=2,
+                        seconds=1e-3, quick=(0,), report=True)
+figure.draw({"none": steps[0], "all": steps[-1]}, folder / "report", folder / "report", folder / "together.png")
+print(len(steps))
+"""
+
+
+def test_the_demonstrations_ranks_train_with_all_balancers_and_are_drawn(tmp_path):
+    """One run of short steps. It fails if the trainer has got other calls than those that its ranks replace."""
+    done = run_python("-W", "ignore", "-c", _DEMONSTRATION, tmp_path, timeout=3 * PATIENCE)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["5"] and (tmp_path / "together.png").read_bytes()[:4] == b"\x89PNG"
+    assert "layers moved to" in "".join(path.read_text() for path in tmp_path.glob("rank_*.log"))
 
 
 @pytest.mark.exhaustive

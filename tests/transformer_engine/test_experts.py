@@ -112,8 +112,8 @@ def _train_watched(argv: list[str]) -> tuple[RankRun, list[int], list[str]]:
         make_slots(self, *args, **kwargs)
         buffers.add(memory(self._weights))
 
-    def watched_accumulator(self: ReplicaSlots, layer: int) -> torch.Tensor:
-        gradients = accumulator(self, layer)
+    def watched_accumulator(self: ReplicaSlots, number: int) -> torch.Tensor:
+        gradients = accumulator(self, number)
         buffers.add(memory(gradients))
         return gradients
 

@@ -69,10 +69,10 @@ def _rank(argv: list[str]) -> tuple[Run, int]:
     early = 0
     compute = WeightGradients.compute
 
-    def counted(self: WeightGradients, number: int) -> None:
+    def counted(self: WeightGradients, pieces: int) -> None:
         nonlocal early
-        early += min(number, len(self._deferred))
-        compute(self, number)
+        early += min(pieces, len(self._deferred))
+        compute(self, pieces)
 
     WeightGradients.compute = counted
     if "--balance-layers" in argv:

@@ -183,19 +183,19 @@ def _train_replicas(argv: list[str], capability: tuple[int, int]) -> tuple[RankR
     expected: list[tuple[int, list[int], bool, int]] = []  # products: layer, experts, forward, number
     begin, acquire, product = ReplicaSlots.begin_step, ReplicaSlots.acquire, tex.te_general_grouped_gemm
 
-    def counted_step(self: ReplicaSlots, *args: Any) -> None:
+    def counted_step(self: ReplicaSlots, *args: Any, **named: Any) -> None:
         nonlocal step
         step += 1
-        begin(self, *args)
+        begin(self, *args, **named)
 
-    def watched_acquire(self: ReplicaSlots, layer: int, *, forward: bool) -> None:
-        acquire(self, layer, forward=forward)
+    def watched_acquire(self: ReplicaSlots, number: int, *, forward: bool) -> None:
+        acquire(self, number, forward=forward)
         first = self._rank * self._homes_per_rank
         experts = [*range(first, first + self._homes_per_rank)]
-        if self.held(layer):
-            in_slots = {chain.slot: chain.expert for chain in self._layers[layer].chains if chain.slot is not None}
+        if self.held(number):
+            in_slots = {chain.slot: chain.expert for chain in self._layers[number].chains if chain.slot is not None}
             experts += [in_slots.get(slot, -1) for slot in range(self.slots)]
-        expected[:] = [(layer, experts, forward, number) for number in range(2)]
+        expected[:] = [(number, experts, forward, at) for at in range(2)]
 
     def watched_product(a: Any, transa: bool, b: Any, transb: bool, *rest: Any, **more: Any) -> Any:
         if transa and step:

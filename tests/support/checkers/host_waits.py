@@ -29,6 +29,8 @@ import torch.utils.data
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.replaced import replace_name
+
 __all__ = ["WaitCounter"]
 
 _REPOSITORY = Path(__file__).parents[3]
@@ -90,7 +92,7 @@ class WaitCounter:
         from megatron.balanced.cpu import fakes
         from megatron.balanced.cpu.function_mode import OnCpu
 
-        OnCpu.__torch_function__ = self._functions(OnCpu.__torch_function__)
+        replace_name(OnCpu, "__torch_function__", self._functions(OnCpu.__torch_function__))
         _Places(self).__enter__()
         for owner, kind in ((fakes.Stream, "stream"), (fakes.Event, "event"), (torch.cuda, "device")):
             owner.synchronize = self._counted(owner.synchronize, f"synchronize {kind}")

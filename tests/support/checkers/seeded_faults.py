@@ -95,12 +95,12 @@ def _attention_does_not_wait(log: DeviceLog, rank: int) -> None:
     from balancing.sequences.engine.attention import _Pass
     from balancing.sequences.engine.transport import Pending
 
-    wait, steps = Pending.wait, _Pass.steps
+    wait, run = Pending.wait, _Pass.steps
 
-    def of_pass(self: Any, program: Any) -> None:
+    def of_pass(self: Any, steps: Any) -> None:
         Pending.wait = _unheard(log, wait)
         try:
-            steps(self, program)
+            run(self, steps)
         finally:
             Pending.wait = wait
 
@@ -158,9 +158,9 @@ def _exits_received_late(log: DeviceLog, rank: int) -> None:
 
     expect, begin = Tokens._expect, Tokens._begin_chunk
 
-    def begin_chunk(self: Any, *args: Any) -> None:
+    def begin_chunk(self: Any, block: Any, args: Any, kwargs: Any) -> None:
         expect(self)
-        begin(self, *args)
+        begin(self, block, args, kwargs)
 
     Tokens._expect, Tokens._begin_chunk = lambda self: None, begin_chunk
 
@@ -235,7 +235,7 @@ def _ranks_do_not_meet(log: DeviceLog, rank: int) -> None:
     """The first thing in a group is a message between two of its three ranks."""
     from balancing import messages
 
-    messages.connect = lambda process_group: None
+    messages.connect = lambda process_group, peers=None: None
 
 
 def _sent_while_written(log: DeviceLog, rank: int) -> None:
@@ -244,11 +244,11 @@ def _sent_while_written(log: DeviceLog, rank: int) -> None:
 
     outgoing = transport._outgoing
 
-    def elsewhere(*args: Any) -> torch.Tensor:
+    def elsewhere(exchange: Any, rows: Any) -> torch.Tensor:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            return outgoing(*args).clone()
+            return outgoing(exchange, rows).clone()
 
     transport._outgoing = elsewhere
 
@@ -274,8 +274,8 @@ def _destroyed_crosswise(log: DeviceLog, rank: int) -> None:
 
     shared = release._groups_of_both
 
-    def crosswise(*args: Any) -> list[dist.ProcessGroup]:
-        *groups, world = shared(*args)
+    def crosswise(release: Any) -> list[dist.ProcessGroup]:
+        *groups, world = shared(release)
         return [*(groups[::-1] if rank == 1 else groups), world]
 
     release._groups_of_both = crosswise

@@ -315,7 +315,7 @@ def _fused_forward(
     return paged_stash_group_commit(out, name="grouped_mlp") if self.config.moe_paged_stash else out
 
 
-def _at_once(target: Callable, *args: Any) -> Any:
+def _at_once(target: Callable, *args: Any, **unused: Any) -> Any:
     """In the place of a thread that hands messages on: a stream does it, and its messages are in the graph."""
     target(*args)
     return types.SimpleNamespace(join=lambda: None)

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.replaced import replace_name
+
 __all__ = ["Buffer", "HybridEPBuffer", "NcclEp", "install_flex", "train_flex"]
 
 
@@ -371,7 +373,7 @@ def install_flex() -> dict[str, int]:
     sys.modules |= before
     for name, value in vars(fused_a2a).items():
         if not name.startswith("_") and hasattr(token_dispatcher, name):
-            setattr(token_dispatcher, name, value)
+            replace_name(token_dispatcher, name, value)
     return calls
 
 
