@@ -14,9 +14,7 @@ __all__ = ["mismatch", "replace_name", "signature_of"]
 _BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 
 
-def replace_name(
-    owner: Any, name: str, replacement: Any, put: Callable[[Any, str, Any], object] = setattr
-) -> None:
+def replace_name(owner: Any, name: str, replacement: Any, put: Callable[[Any, str, Any], object] = setattr) -> None:
     """Make `replacement` the attribute `name` of a module, a class or an object.
 
     put: what sets the attribute.

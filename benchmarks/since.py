@@ -60,8 +60,13 @@ def _file(root: Path, module: str) -> Path | None:
     return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()), None)
 
 
-def _names(tree: ast.AST, package: str) -> Iterator[str]:
+@cache
+def _names(file: Path, package: str) -> tuple[str, ...]:
     """Modules that a program imports or starts by name, and scripts that it starts, in the order of the text."""
+    return tuple(_named(ast.parse(file.read_text()), package))
+
+
+def _named(tree: ast.AST, package: str) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -90,7 +95,7 @@ def imported(module: str, root: Path = ROOT) -> list[Path]:
             continue
         found[file] = None
         parts = file.relative_to(root).with_suffix("").parts
-        waiting += _names(ast.parse(file.read_text()), ".".join(parts[:-1]))
+        waiting += _names(file, ".".join(parts[:-1]))
         waiting += [".".join(parts[:n]) for n in range(1, len(parts))]
     return list(found)
 

@@ -21,6 +21,7 @@ from tests.support.tiers import is_thorough
 
 DEFAULT_SECONDS = 3 * PATIENCE
 SHARE = 5  # of so many tests that only --exhaustive runs, --sample runs one
+TURNS = 12  # days in which --sample, whose seed is a day, runs all tests that take turns
 # The files of a scope are one worker's, since starting the ranks of `engine` and of `bridge` takes long.
 SCOPES = (
     ("tests/transformer_engine/",),
@@ -39,6 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--sample",
         metavar="SEED",
+        type=int,
         help="of what --exhaustive adds the fifth that SEED draws, as CI does with a new one",
     )
 
@@ -48,7 +50,11 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "thorough: `scripts/test.sh` alone leaves it out, `scripts/test.sh --all` runs it"
     )
-    config.addinivalue_line("markers", "exhaustive: runs with --exhaustive, and by chance with --sample")
+    config.addinivalue_line(
+        "markers",
+        "exhaustive: runs with --exhaustive, and by chance with --sample; of those with `turn=` one of "
+        f"{TURNS} in a row runs, another one with the next seed",
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -86,13 +92,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def _left_out(config: pytest.Config, item: pytest.Item) -> bool:
     """Whether this run leaves out a test that `--exhaustive` would run. All workers decide alike."""
-    if item.get_closest_marker("exhaustive") is None:
-        return False
-    seed = config.getoption("--sample")
+    marker, seed = item.get_closest_marker("exhaustive"), config.getoption("--sample")
+    if marker is None or seed is None:
+        return marker is not None
+    if (turn := marker.kwargs.get("turn")) is not None:
+        return (seed + turn) % TURNS != 0
     file, *_ = item.nodeid.partition("::")
     # Tests of a file with the same parameters have runs in common, and are drawn together.
     drawn = f"{file} {item.callspec.id}" if hasattr(item, "callspec") else item.nodeid
-    return seed is None or zlib.crc32(f"{seed} {drawn}".encode()) % SHARE != 0
+    return zlib.crc32(f"{seed} {drawn}".encode()) % SHARE != 0
 
 
 @pytest.fixture

@@ -449,7 +449,7 @@ def test_where_nccl_does_not_talk_tensors_go_through_the_host(runner, tmp_path):
 def test_places_that_cannot_be_written_are_named(runner, tmp_path, monkeypatch, capsys):
     call, _, _ = runner
 
-    def denied(*args: Any) -> None:
+    def denied(*args: Any, **named: Any) -> None:
         raise ValueError("docs/support.md cannot be written: it is read-only")
 
     monkeypatch.setattr("tests.gpu.verdicts.write_section", denied)
@@ -483,9 +483,9 @@ def test_a_move_that_takes_more_is_seen_although_it_resets_the_maximum(monkeypat
 
     held = {"most": 0}
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: held["most"])
-    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 2 * held["most"])
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: held.update(most=7))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device=None: held["most"])
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device=None: 2 * held["most"])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device=None: held.update(most=7))
     with _kept_peak() as peaks:
         held["most"] = 1000
         torch.cuda.reset_peak_memory_stats()

@@ -102,8 +102,8 @@ def test_who_connects_with_whom(monkeypatch):
     from balancing import messages
 
     ranks = {"small": [*range(8, 24)], "large": [*range(4, 64)]}
-    monkeypatch.setattr(messages.dist, "get_rank", lambda: 9)
-    monkeypatch.setattr(messages.dist, "get_process_group_ranks", ranks.get)
+    monkeypatch.setattr(messages.dist, "get_rank", lambda group=None: 9)
+    monkeypatch.setattr(messages.dist, "get_process_group_ranks", lambda group: ranks.get(group))
     monkeypatch.setattr(messages, "detect_launch", lambda environ=None: SimpleNamespace(ranks_per_node=8))
     others = [8, *range(10, 24)]
     assert messages._peers("small", None) == messages._peers("small", [1]) == others

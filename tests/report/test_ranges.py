@@ -22,7 +22,7 @@ EXPECTED = {
 def test_a_function_is_named_where_it_was_asked_for(monkeypatch):
     pushed: list[str] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda.nvtx, "range_push", pushed.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda msg: pushed.append(msg))
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: pushed.append("end"))
     twice = ranges.named("work")(lambda x: 2 * x)
     assert twice(2) == 4 and pushed == []

@@ -2,7 +2,7 @@
 
 A short form is a command, run here, or tests that run the program. It has each flag that pages print of the program,
 except those that only name what is read and written (`_NAMES`). Commands that start ranks take a minute each, so CI
-runs some of them, drawn as combinations are.
+runs a few of them, and all of them within twelve days.
 """
 
 import importlib
@@ -62,45 +62,45 @@ def _tested(arguments: str, *tests: str) -> Form:
 _MISSED = (0, 1)
 # In the process of the tests, a few seconds together.
 QUICK: dict[str, list[Form]] = {
-    "benchmarks.since": [Form()],
-    "benchmarks.whatif": [Form(), Form("--gains"), Form("--emulated")],
-    "benchmarks.published": [Form("--quick --only forecasts", _MISSED)],
-    "benchmarks.experts.taot": [Form("--draws 1")],
+    "benchmarks.whatif": [Form("--gains"), Form("--emulated")],
     "benchmarks.sequences.once_a_node": [Form("--quick --ranks 8 --lengths {lengths}")],
     "benchmarks.layers.plans": [Form("--quick --layers 8 --trace benchmarks/traces/early_exit.npz", _MISSED)],
     "benchmarks.layers.overlap": [Form("--quick", _MISSED)],
-    "benchmarks.sequences.micro_batches": [Form("--quick --lengths {lengths} --sources recorded", _MISSED)],
-    "tests.support.recipes": [Form("benchmarks/recipes/moe_recipes.json")],
 }
 # In processes of their own, most with ranks. --quick is as short as it is printed.
 LONG: dict[str, list[Form]] = {
     "benchmarks.costs": [Form("", _MISSED), Form("--plans")],
-    "benchmarks.whatif": [Form("--planners")],
+    "benchmarks.whatif": [Form(), Form("--planners")],
     "benchmarks.host": [Form("--quick", _MISSED)],
     "benchmarks.idle": [Form("--quick")],
     "benchmarks.observation": [Form("--quick")],
+    "benchmarks.experts.taot": [Form("--draws 1")],
     "benchmarks.experts.plans": [Form("--quick --trace {loads}", _MISSED)],
     "benchmarks.experts.regimes": [Form("--cells 1x1", _MISSED)],
     "benchmarks.experts.training": [Form("--quick")],
     "benchmarks.experts.emulated": [Form("--quick --ranks 8")],
     "benchmarks.sequences.plans": [Form("--quick --ranks 8", _MISSED)],
     "benchmarks.sequences.training": [Form("--quick")],
-    "benchmarks.sequences.emulated": [Form("--quick", _MISSED), Form("--quick --samples", _MISSED)],
+    "benchmarks.sequences.emulated": [Form("--quick --samples", _MISSED)],
     "benchmarks.sequences.micro_batches": [Form("--quick --emulated --sources lognormal", _MISSED)],
-    "benchmarks.layers.dynamics": [Form("--quick")],
+    "benchmarks.layers.dynamics": [Form("--quick --schemes freez")],
     "benchmarks.layers.training": [Form("--quick", _MISSED)],
     "benchmarks.layers.emulated": [Form("--quick --cases 'early exit'", _MISSED)],
     "benchmarks.layers.hybrid": [Form("--emulated", _MISSED)],
     "benchmarks.emulated.calibration": [Form("--quick", _MISSED)],
-    "benchmarks.together": [Form("--quick --pace 25")],
-    "benchmarks.trials": [Form("", _MISSED), Form("--real", _MISSED)],
     "tests.gpu.references": [Form("--check")],
 }
 _SCRIPTS, _COMMANDS = "tests/tools/test_scripts.py", "tests/tools/test_commands.py"
 TESTED: dict[str, list[Form]] = {
     "benchmarks.emulated": [_tested("--nodes --ranks-per-node --nics-per-node --nic", "tests/tools/test_emulated.py")],
+    "benchmarks.together": [_tested("--quick --pace", "tests/tools/test_together.py")],
+    "benchmarks.trials": [_tested("--real", "tests/together/test_trials.py", "tests/together/test_trials_training.py")],
+    "benchmarks.since": [_tested("", "tests/tools/test_since.py")],
+    "benchmarks.published": [_tested("--quick --only", "tests/tools/test_published.py")],
     "benchmarks.headlines": [_tested("--emulated", "tests/tools/test_headlines.py")],
+    "benchmarks.sequences.micro_batches": [_tested("--quick --lengths", "tests/sequences/test_micro_batches.py")],
     "benchmarks.sequences.data_parallel": [_tested("", "tests/sequences/test_data_parallel.py")],
+    "tests.support.recipes": [_tested("", "tests/tools/test_recipe.py")],
     "tests.support.limits": [_tested("", "tests/tools/test_support.py")],
     "balancing.doctor": [_tested("", "tests/tools/test_doctor.py")],
     "balancing.report": [_tested("--html --no-html", _COMMANDS, "tests/report/test_summary.py")],
@@ -214,8 +214,11 @@ def files(tmp_path_factory) -> dict[str, Path]:
     return {"lengths": folder / "lengths.npz", "loads": folder / "loads.npz"}
 
 
-def _cases(forms: dict[str, list[Form]]) -> list:
-    return [pytest.param(name, form, id=f"{name} {form.arguments}") for name in forms for form in forms[name]]
+def _cases(forms: dict[str, list[Form]], takes_turns: bool = False) -> list:
+    cases = [(name, form) for name in forms for form in forms[name]]
+    marks = [[pytest.mark.exhaustive(turn=turn)] if takes_turns else [] for turn in range(len(cases))]
+    return [pytest.param(name, form, id=f"{name} {form.arguments}", marks=own)
+            for (name, form), own in zip(cases, marks, strict=True)]  # fmt: skip
 
 
 @pytest.mark.parametrize(("program", "form"), _cases(QUICK))
@@ -233,8 +236,7 @@ def test_a_short_form_runs(program, form, files, monkeypatch, capsys):
     assert code in form.codes and said.out, said.err
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("program", "form"), _cases(LONG))
+@pytest.mark.parametrize(("program", "form"), _cases(LONG, takes_turns=True))
 def test_a_long_short_form_runs(program, form, files):
     words = shlex.split(form.arguments.format(**files))
     done = run_python("-m", program, *words, timeout=2.5 * PATIENCE)

@@ -83,6 +83,13 @@ def test_quick_runs_what_readme_says_alone(monkeypatch: pytest.MonkeyPatch, caps
     )
 
 
+def test_only_what_is_named_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setattr(published, "RUNS", _runs(0))
+    assert main(["--only", "drift"]) == 0
+    shown = [line.split()[1] for line in capsys.readouterr().out.splitlines() if ".md" in line]
+    assert shown == ["drift:"] * 4
+
+
 def test_a_sentence_that_is_gone_is_named_before_anything_runs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

@@ -111,7 +111,7 @@ def test_the_demonstrations_ranks_train_with_all_balancers_and_are_drawn(tmp_pat
     assert "layers moved to" in "".join(path.read_text() for path in tmp_path.glob("rank_*.log"))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.exhaustive(turn=0)
 def test_the_demonstration_ends_with_a_picture(tmp_path):
     command = ["-W", "ignore", "-m", "benchmarks.together", "--demo", tmp_path, "--short"]
     done = run_python(*command, timeout=3 * PATIENCE)
