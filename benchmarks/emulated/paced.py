@@ -170,13 +170,13 @@ def _config(ranks: int, chunks: int, overlap: bool, fills: bool) -> Any:
     )
 
 
-def _receives_first(operations: list[dist.P2POp]) -> list[dist.Work]:
+def _receives_first(p2p_op_list: list[dist.P2POp]) -> list[dist.Work]:
     """`torch.distributed.batch_isend_irecv` with the receives posted before the sends.
 
     NCCL runs the messages of a batch together. gloo would queue the note that a receive is ready behind the data of a
     send to the same rank that was posted before it, and the two directions of an exchange would follow each other.
     """
-    return _batch_isend_irecv(sorted(operations, key=lambda each: each.op is not dist.irecv))
+    return _batch_isend_irecv(sorted(p2p_op_list, key=lambda each: each.op is not dist.irecv))
 
 
 _batch_isend_irecv = dist.batch_isend_irecv

@@ -376,7 +376,7 @@ def test_receives_are_posted_before_sends(monkeypatch):
 
     from benchmarks.emulated import paced
 
-    monkeypatch.setattr(paced, "_batch_isend_irecv", lambda operations: [each.tag for each in operations])
+    monkeypatch.setattr(paced, "_batch_isend_irecv", lambda p2p_op_list: [each.tag for each in p2p_op_list])
     batch = [SimpleNamespace(op=op, tag=tag) for tag, op in enumerate((dist.isend, dist.irecv, dist.isend, dist.irecv))]
     assert paced._receives_first(batch) == [1, 3, 0, 2]
 
