@@ -103,7 +103,7 @@ class LayerBalancer(StepCallback):
                 config, chunks, config_overrides=_as_given(overrides), use_gloo_process_groups=gloo_groups
             )
 
-        self.mover = LayerMover(self.chunks, optimizer, scheduler, new_optimizer, self._source, loop)
+        self.mover = LayerMover(self.chunks, optimizer, scheduler, new_optimizer, self._source, loop, moves=moves)
         plan = self.mover.plan
         check_movable(plan, config.planner)
         self._planner = LayerPlanner(config, self.mover, model, loop, steps)

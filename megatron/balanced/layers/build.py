@@ -1,11 +1,12 @@
 """Builds layers while training runs, as Megatron-LM builds them at the start.
 
 A new layer is uninitialized, since its weights and buffers come from another rank. The functions of Megatron's own
-builder decide its position, its precision and whether it has experts.
+builder decide its position, its precision and whether it has experts. What the loop has changed of it comes from its
+old rank (`megatron.balanced.layers.structure`).
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,20 +18,10 @@ from balancing.pipeline.stage_plan import StagePlan
 from megatron.balanced.layers.layer_tensors import Inventory, layer_of, named_parameters
 from megatron.balanced.layers.quantized import start_scaling
 from megatron.balanced.layers.source import LayerSource
-from megatron.balanced.layers.stack import stack_of
+from megatron.balanced.layers.stack import StackOfChunk, stack_of
+from megatron.balanced.layers.structure import SET_LATER, Structure
 
-__all__ = ["change_layers", "complete_ends"]
-
-# Attributes that train() sets on the model's config after the model is built. Some layers copy their config.
-_SET_LATER = (
-    "grad_scale_func",
-    "no_sync_func",
-    "grad_sync_func",
-    "param_sync_func",
-    "finalize_model_grads_func",
-    "timers",
-)
-
+__all__ = ["change_layers", "complete_ends", "structures"]
 
 _OF_EVERY_MODULE = {*vars(torch.nn.Module()), "config"}
 
@@ -40,6 +31,7 @@ def change_layers(
     models: Sequence[torch.nn.Module],
     source: LayerSource,
     inventories: Sequence[Inventory],
+    changes: Mapping[int, bytes],
     *,
     without_memory: bool = False,
 ) -> tuple[list[tuple[torch.nn.Module, int]], list[torch.nn.Module]]:
@@ -49,6 +41,7 @@ def change_layers(
     models: the chunks of this rank.
     source: builds the layers.
     inventories: of all ranks.
+    changes: layer -> how it differs from what its spec builds (`Structure`), for each that arrives.
     without_memory: give weights that require gradients one element of memory, until they are placed in a buffer.
 
     Returns (new layers, each with the number of its chunk; new final norms), all uninitialized. In models with a tail
@@ -65,10 +58,8 @@ def change_layers(
         for position, number in enumerate(numbers):
             layer = present.get(number)
             if layer is None:
-                with _uninitialized(block.config):
-                    layer = stack.build(position, number)
-                layer = _finished(layer, block.config).train(block.training)
-                assert layer.layer_number == number + 1, "the layout gives another layer than the plan"
+                layer = _built(stack, position, number)
+                layer.structure.apply(layer, changes[number], block.config, groups_of(block))
                 arrived.append((layer, chunk))
                 for parameter in layer.parameters() if without_memory else ():
                     if not is_float8tensor(parameter):
@@ -97,11 +88,36 @@ def change_layers(
     return arrived, norms
 
 
+def structures(model: torch.nn.Module, source: LayerSource) -> Iterator[torch.nn.Module]:
+    """Note on each layer of a chunk what its spec builds. Yields the layers that were built for that, one by one."""
+    stack = stack_of(source)(model, source)
+    for position, layer in enumerate(stack.block.layers):
+        built = _built(stack, position, layer.layer_number - 1)
+        layer.structure = built.structure
+        yield built
+
+
+def _built(stack: StackOfChunk, position: int, number: int) -> Any:
+    """Layer `number` of the model at `position` of its chunk, as its spec builds it."""
+    config = stack.block.config
+    with _uninitialized(config):
+        layer = stack.build(position, number)
+    layer = _finished(layer, config).train(stack.block.training)
+    assert layer.layer_number == number + 1, "the layout gives another layer than the plan"
+    layer.structure = Structure(layer)
+    return layer
+
+
+def groups_of(block: torch.nn.Module) -> Any:
+    """The process groups that `block` was built with."""
+    return getattr(block, "pg_collection", None)
+
+
 @contextlib.contextmanager
 def _uninitialized(config: Any) -> Iterator[None]:
     """A context in which modules are built without initial values, without drawing random numbers, and without the
     attributes that train() has set on `config`."""
-    saved = {name: getattr(config, name) for name in (*_SET_LATER, "perform_initialization")}
+    saved = {name: getattr(config, name) for name in (*SET_LATER, "perform_initialization")}
     states = torch.get_rng_state(), torch.cuda.get_rng_state(), get_cuda_rng_tracker().get_states()
     for name in saved:
         setattr(config, name, None)

@@ -24,6 +24,7 @@ __all__ = [
     "Request",
     "Shards",
     "find_weights",
+    "layer_of",
     "make_request",
     "named_buffers",
     "named_parameters",

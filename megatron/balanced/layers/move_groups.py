@@ -52,6 +52,10 @@ class MoveGroups:
         gathered = chain.from_iterable(gather_objects(from_stage, self._pipeline_hosts))
         return [value for _, value in sorted(gathered, key=itemgetter(0))]
 
+    def along_pipeline(self, local: Any) -> list[Any]:
+        """All-gather an object over the ranks that have this rank's place in each stage, in the order of stages."""
+        return gather_objects(local, self._pipeline_hosts)
+
 
 def _pipeline() -> dist.ProcessGroup:
     process_groups = mpu.get_pipeline_model_parallel_group()  # Megatron-LM may have several of the same ranks

@@ -3,13 +3,15 @@
 `train()` of Megatron-LM keeps references to the model chunks, the optimizer, the scheduler and their bound methods. So
 a move keeps these objects and replaces their contents:
 
-1. Take apart: finish an all-gather of parameters in flight, take the state out of the optimizer, and free the gradient
+1. Look: see how the layers that leave differ from what their specs build (`megatron.balanced.layers.structure`).
+   Nothing has changed yet if that cannot travel.
+2. Take apart: finish an all-gather of parameters in flight, take the state out of the optimizer, and free the gradient
    buffers to make room for tensors that arrive.
-2. Build: set the new layout and build missing layers (`megatron.balanced.layers.build`).
-3. Transfer: exchange requests for tensors, then the tensors (`megatron.balanced.layers.layer_tensors`).
-4. Put together: wrap the layers for data parallelism anew, build a new optimizer, and put the state back. Meanwhile
+3. Build: set the new layout and build missing layers (`megatron.balanced.layers.build`).
+4. Transfer: exchange requests for tensors, then the tensors (`megatron.balanced.layers.layer_tensors`).
+5. Put together: wrap the layers for data parallelism anew, build a new optimizer, and put the state back. Meanwhile
    main parameters are stashed in the new gradient buffers.
-5. Tell all callbacks.
+6. Tell all callbacks.
 
 So the peak memory of a rank is that before or after the move, whichever is larger, plus one layer. With a distributed
 optimizer, weights are copied to a new buffer in the memory that gradients had. Embedding, final norm and head stay on
@@ -36,19 +38,22 @@ from megatron.core.utils import unwrap_model
 from balancing.pipeline.fixed_parts import NAMES
 from balancing.pipeline.stage_plan import StagePlan
 from balancing.ranges import named
-from megatron.balanced.layers.build import change_layers, complete_ends
+from megatron.balanced.layers.build import change_layers, complete_ends, groups_of, structures
 from megatron.balanced.layers.layer_tensors import (
     Inventory,
     Request,
     Shards,
     find_weights,
+    layer_of,
     make_request,
+    named_parameters,
     take_inventory,
     transfer,
 )
 from megatron.balanced.layers.quantized import finish_weights, forget_initial, forget_modules, weight_tensors
 from megatron.balanced.layers.shrink import Departure
 from megatron.balanced.layers.source import LayerSource
+from megatron.balanced.layers.structure import BY_HAND
 from megatron.balanced.layers.training_loop import TrainingLoop
 from megatron.balanced.shared.optimizer_state import (
     ParameterState,
@@ -124,8 +129,11 @@ class LayerMover:
         with.
     source: builds the layers of the model.
     loop: has the callbacks, which are told of every move, and the process groups.
+    moves: whether layers will move. Otherwise the structure of layers is not looked at before a move.
 
     The attribute `plan` is the current plan.
+
+    Raises ValueError on all ranks if a layer has what cannot move.
     """
 
     def __init__(
@@ -136,6 +144,8 @@ class LayerMover:
         new_optimizer: Callable[[Any, list[DistributedDataParallel]], ChainedOptimizer],
         source: LayerSource,
         loop: TrainingLoop,
+        *,
+        moves: bool = True,
     ) -> None:
         self._chunks, self._source, self._model = chunks, source, source.config
         self._optimizer, self._scheduler, self._new_optimizer = optimizer, scheduler, new_optimizer
@@ -150,6 +160,9 @@ class LayerMover:
             tail_layers=tail_layers(self._model),
             tail_chunk=tail_chunk(self._model),
         )
+        self._knows_structures = False
+        if moves:
+            self._check_structures()
 
     def models(self) -> list[torch.nn.Module]:
         """The model chunks of this rank, unwrapped."""
@@ -197,9 +210,12 @@ class LayerMover:
         """
         plan = plan.with_tail_of(self.plan)
         self._agree(plan)
+        if not self._knows_structures:
+            self._check_structures()
         begin = time.perf_counter()
+        changes = self._look(plan)
         before = self._take_apart()
-        after = self._build(plan, before)
+        after = self._build(plan, before, changes)
         sent = self._transfer(before, after)
         moved = time.perf_counter()
         self._put_together(before, after)
@@ -216,7 +232,62 @@ class LayerMover:
         if len(set(self.gather(digest))) > 1:
             raise RuntimeError("ranks made different plans for the same layers")
 
+    def _check_structures(self) -> None:
+        """Note what specs build, and raise ValueError on all ranks if some layer has what cannot move."""
+        self._knows_structures = True
+        for model in self.models():
+            for built in structures(model, self._source):
+                _renew_replays(_replays([built]), [])
+        told = _told(self.models())
+        digests = {where: hashlib.sha256(repr(names).encode()).hexdigest() for where, names in told.items()}
+        gathered = {pair for of_rank in self.gather(digests) for pair in of_rank.items()}
+        if len({where for where, _ in gathered}) < len(gathered):
+            self._agree_on(check_replicas, self.gather(told))
+        self._agree_on(lambda: self._changes(lambda chunk, number: True, first=True))
+
+    def _agree_on(self, check: Callable, *args: Any) -> Any:
+        """Return what `check` returns. If it raises ValueError on some rank, raise that on all."""
+        result, error = None, None
+        try:
+            result = check(*args)
+        except ValueError as refusal:
+            error = refusal
+        others = [other for other in self.gather(error and str(error)) if other is not None]
+        if others:
+            raise error or ValueError(others[0])
+        return result
+
+    def _changes(self, leaves: Callable[[int, int], bool], *, first: bool = False) -> dict[int, bytes]:
+        """Layer -> how it differs from what its spec builds, for the layers of this rank that leave.
+
+        leaves: whether a layer of a chunk does. first: as in `Structure.changes_of`.
+
+        Raises ValueError for what cannot travel.
+        """
+        found, copied = {}, {}
+        for chunk, model in enumerate(self.models()):
+            for layer in model.decoder.layers:
+                if not leaves(chunk, layer.layer_number - 1):
+                    continue
+                changes = layer.structure.changes_of(layer, model.decoder.config, groups_of(model.decoder), first=first)
+                found[layer.layer_number - 1] = changes.data
+                for key, (each, where) in changes.copied.items():
+                    if key in copied:
+                        raise ValueError(
+                            f"a {type(each).__name__} belongs to {copied[key]} and to {where}, and a layer that moves "
+                            f"would arrive with a copy of it; give each layer its own, {BY_HAND}"
+                        )
+                copied |= {key: where for key, (_, where) in changes.copied.items()}
+        return found
+
     # The phases of a move.
+
+    def _look(self, plan: StagePlan) -> dict[int, bytes]:
+        """Layer -> how it differs from what its spec builds, for the layers that may arrive here."""
+        stage = mpu.get_pipeline_model_parallel_rank()
+        stays = plan.chunks[stage] if stage < plan.stages else tuple(() for _ in self._chunks)
+        leaving = self._agree_on(lambda: self._changes(lambda chunk, number: number not in stays[chunk]))
+        return {number: data for found in self._loop.groups.along_pipeline(leaving) for number, data in found.items()}
 
     def _take_apart(self) -> _Before:
         """Take the state out of the optimizer, exchange inventories with all ranks, and free the gradient buffers."""
@@ -230,7 +301,7 @@ class LayerMover:
         torch.cuda.empty_cache()
         return _Before(hooked, taken, shards, inventories)
 
-    def _build(self, plan: StagePlan, before: _Before) -> _After:
+    def _build(self, plan: StagePlan, before: _Before, changes: dict[int, bytes]) -> _After:
         """Build the modules of `plan`, place weights in their new buffers, and request the tensors that are missing. A
         rank that leaves the job builds nothing."""
         departure = None
@@ -245,7 +316,9 @@ class LayerMover:
         self._source.set_layout(plan, self._chunks)
         in_buffers = self._chunks[0].ddp_config.use_distributed_optimizer
         inventories, replays = before.inventories, _replays(self.models())
-        arrived, norms = change_layers(plan, self.models(), self._source, inventories, without_memory=in_buffers)
+        arrived, norms = change_layers(
+            plan, self.models(), self._source, inventories, changes, without_memory=in_buffers
+        )
         _renew_replays(replays, _replays(self.models()))
         new = [*ends, *norms, *(layer for layer, _ in arrived)]
         layouts = [bucket_layout(ddp, chunk) for chunk, ddp in enumerate(self._chunks)]
@@ -356,6 +429,30 @@ class LayerMover:
         for ddp in self._chunks:
             ddp.zero_grad_buffer()
         self._scheduler.step(0)  # gives the parameter groups their learning rate and weight decay
+
+
+def _told(models: Iterable[torch.nn.Module]) -> dict[tuple[int, str], dict[str, Any]]:
+    """(Stage, place of its shards) -> name of each parameter of layers -> its shape, type, and whether it trains."""
+    told: dict[tuple[int, str], dict[str, Any]] = {}
+    for name, parameter in named_parameters(list(models)):
+        if layer_of(name) >= 0:
+            name, _, place = name.partition("@")
+            fact = tuple(parameter.shape), str(parameter.dtype), "trains" if parameter.requires_grad else "frozen"
+            told.setdefault((mpu.get_pipeline_model_parallel_rank(), place), {})[f"decoder.layers.{name}"] = fact
+    return told
+
+
+def check_replicas(told: list[dict[tuple[int, str], dict[str, Any]]]) -> None:
+    """Raise ValueError if ranks that hold the same shards of layers have other parameters. told: [rank] (`_told`)."""
+    first: dict[Any, tuple[int, dict[str, Any]]] = {}
+    for rank, of_rank in enumerate(told):
+        for where, parameters in of_rank.items():
+            other, known = first.setdefault(where, (rank, parameters))
+            for name in [name for name in {**known, **parameters} if known.get(name) != parameters.get(name)]:
+                raise ValueError(
+                    f"{name} is {known.get(name, 'absent')} on rank {other} and {parameters.get(name, 'absent')} on "
+                    f"rank {rank}, which hold the same layer; change a layer on all of its ranks alike"
+                )
 
 
 def _forget_offloaded(models: Iterable[torch.nn.Module]) -> None:
