@@ -53,6 +53,7 @@ def build(
 
     use_cpu()
     import torch.distributed as dist
+    from megatron.core import optimizer as optimizers
     from megatron.core import parallel_state
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -67,6 +68,7 @@ def build(
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     torch.set_default_dtype(torch.float64)
+    optimizers.USING_PYTORCH_OPTIMIZER = True  # Transformer Engine's has no float64
     dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel(
         pipeline_model_parallel_size=2, expert_model_parallel_size=1 if dense else dist.get_world_size() // 2

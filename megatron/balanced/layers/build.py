@@ -19,7 +19,8 @@ from megatron.balanced.layers.layer_tensors import Inventory, layer_of, named_pa
 from megatron.balanced.layers.quantized import start_scaling
 from megatron.balanced.layers.source import LayerSource
 from megatron.balanced.layers.stack import StackOfChunk, stack_of
-from megatron.balanced.layers.structure import SET_LATER, Structure
+from megatron.balanced.layers.structure import Structure
+from megatron.balanced.layers.travelling import SET_LATER
 
 __all__ = ["change_layers", "complete_ends", "structures"]
 

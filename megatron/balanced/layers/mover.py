@@ -242,7 +242,7 @@ class LayerMover:
         digests = {where: hashlib.sha256(repr(names).encode()).hexdigest() for where, names in told.items()}
         gathered = {pair for of_rank in self.gather(digests) for pair in of_rank.items()}
         if len({where for where, _ in gathered}) < len(gathered):
-            self._agree_on(check_replicas, self.gather(told))
+            self._agree_on(_check_replicas, self.gather(told))
         self._agree_on(lambda: self._changes(lambda chunk, number: True, first=True))
 
     def _agree_on(self, check: Callable, *args: Any) -> Any:
@@ -442,7 +442,7 @@ def _told(models: Iterable[torch.nn.Module]) -> dict[tuple[int, str], dict[str, 
     return told
 
 
-def check_replicas(told: list[dict[tuple[int, str], dict[str, Any]]]) -> None:
+def _check_replicas(told: list[dict[tuple[int, str], dict[str, Any]]]) -> None:
     """Raise ValueError if ranks that hold the same shards of layers have other parameters. told: [rank] (`_told`)."""
     first: dict[Any, tuple[int, dict[str, Any]]] = {}
     for rank, of_rank in enumerate(told):

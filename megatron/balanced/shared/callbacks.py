@@ -80,8 +80,8 @@ class StepCallback:
         elsewhere. Not called in Megatron-LM's loop, where an exception ends the run."""
 
     def layer_arrived(self, layer: Any, chunk: int) -> None:
-        """`layer` has moved to model chunk `chunk` of this rank, with its weights, buffers and optimizer state. It is a
-        new module, without the hooks that the layer had on its old rank."""
+        """`layer` has moved to model chunk `chunk` of this rank as it was, with its optimizer state. It is new.
+        Hooks and attributes of balancers and callbacks have been left out: set yours again."""
 
     def layers_moved(self) -> None:
         """Layers have moved, perhaps not to or from this rank. Gradient buffers, buckets and optimizer have been

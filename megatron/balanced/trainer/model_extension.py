@@ -6,8 +6,9 @@ the report treat the layers of such a model as follows:
 
 - **Cost.** A layer need not announce that its cost changes. Its forward and backward passes are measured in every
   iteration, and the planner's average restarts when they change (`balancing.layers.CostAverage`).
-- **State.** Parameters with their optimizer state and buffers, in checkpoints or not, move with their layer. Hooks and
-  plain attributes do not: set them again in `StepCallback.layer_arrived` or `layers_moved`.
+- **State.** Parameters with their optimizer state, buffers, in checkpoints or not, hooks and attributes that were
+  changed move with their layer (`megatron.balanced.layers.structure`). Those that refer to a `StepCallback` do not: set
+  them again in its `layer_arrived` or `layers_moved`. What cannot move is refused.
 - **Frozen layers.** A move keeps `requires_grad` of parameters. A layer that trains without gradients must set `frozen`
   on itself and on its MoE layer. Its forward passes are then not mistaken for recomputation, and its experts get no
   replicas.
