@@ -243,7 +243,7 @@ class Observer(StepCallback):
             attention_area=step.area,
             longest_sequence=step.longest,
             spans=spans,
-            events=[each() if callable(each) else each for each in step.events],
+            events=[line for each in step.events if (line := each() if callable(each) else each) is not None],
             expert_tokens={layer: tokens.numpy() for layer, tokens in step.expert_tokens.items()},
         )
 
