@@ -12,12 +12,14 @@ from examples.dynamic_models.config import DynamicsConfig
 from examples.dynamic_models.schemes.early_exit import exits, saturation
 from examples.dynamic_models.schemes.gather_tokens import put_back, take, tokens_of
 from examples.dynamic_models.schemes.mixture_of_depths import choose_tokens, gate, is_routed
+from megatron.balanced.shared.callbacks import StepCallback
 
 __all__ = ["DynamicLayer", "TokenFlow", "dynamic_layer"]
 
 
-class TokenFlow:
-    """The tokens of the present micro-batch that have not exited, shared by the layers of a model chunk.
+class TokenFlow(StepCallback):
+    """The tokens of the present micro-batch that have not exited, shared by the layers of a model chunk. A callback, so
+    that it stays here when a layer moves: `Tokens` gives arrived layers their own.
 
     active: bool [s, b], or None if no token has exited. is_on: whether tokens may exit in this pass.
     """
