@@ -188,20 +188,19 @@ def _finetune(ways: int, balanced: bool, exact: bool, folder: str) -> tuple[list
         ),
     )  # fmt: skip
     callbacks, events, told = [], [], []
-    lengths_of = in_place._lengths
+    read = in_place._Given.read
 
-    def known_on_the_host(packed: Any) -> tuple[int, ...]:
-        ends = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
-        told.append(packed.lengths == ends.diff().tolist())
-        return lengths_of(packed)
+    def known_on_the_host(given: Any, before: Any = None) -> tuple[int, ...]:
+        told.append(given.lengths == tuple(given.ends.diff().tolist()))
+        return read(given, before)
 
-    in_place._lengths = known_on_the_host
+    in_place._Given.read = known_on_the_host  # type: ignore[method-assign]
     if balanced:
         slow = Cluster(1, 2 * ways, 1, 1e12, 1e12, 1e6, 1e9)  # so that even these short sequences are worth a move
         experts, sequences = ExpertConfig(enabled=True, min_gain=0.0), SequenceConfig(enabled=True)
         callbacks.append(Balance(experts=experts, sequences=sequences, cluster=slow, report=events.append))
     losses = _pretrain(config, callbacks)
-    assert all(told) and len(told) == balanced * STEPS * config.train.global_batch_size // 2
+    assert all(told) and len(told) >= balanced * STEPS * config.train.global_batch_size // 2
     return losses, [event() for event in events]
 
 
