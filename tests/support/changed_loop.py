@@ -15,7 +15,7 @@ SEQUENCE, SAMPLES, VOCABULARY = 16, 2, 60
 
 
 class Ended(NamedTuple):
-    """A rank after its run. sent: bytes by step, of weights and of gradients. plans: of the last step."""
+    """A rank after its run. sent: bytes by step, of weights and of gradients. plans: of all steps."""
 
     losses: list[float]
     weights: dict[str, Any]
@@ -111,7 +111,8 @@ def train(change: Callable[[Any], object], balanced: bool, shared: bool, grouped
         losses = model(tokens[:, :-1], torch.arange(SEQUENCE).expand(SAMPLES, -1), None, labels=tokens[:, 1:])
         return losses, lambda output: (output.mean(), {"loss": output.detach().mean()})
 
-    losses = []
+    losses: list[float] = []
+    plans: list[str] = []
     for step in range(STEPS):
         model.zero_grad_buffer()
         optimizer.zero_grad()
@@ -122,9 +123,9 @@ def train(change: Callable[[Any], object], balanced: bool, shared: bool, grouped
         )  # fmt: skip
         losses += [float(each["loss"]) for each in given]
         optimizer.step()
+        plans += [plan.placed.digest() for plan in experts._plans.values()] if balanced else []
     if not shared:
         model.start_param_sync(force_sync=True)
-    plans = [plan.placed.digest() for plan in experts._plans.values()] if balanced else []
     return Ended(losses, named_weights([model.module]), [event() for event in events], sent, plans)
 
 

@@ -110,7 +110,7 @@ def _train_watched(argv: list[str]) -> tuple[RankRun, list[int], list[str]]:
 
     def watched_slots(self: ReplicaSlots, *args: Any, **kwargs: Any) -> None:
         make_slots(self, *args, **kwargs)
-        buffers.add(memory(self._weights))
+        buffers.update(map(memory, self._weights))
 
     def watched_accumulator(self: ReplicaSlots, number: int) -> torch.Tensor:
         gradients = accumulator(self, number)
