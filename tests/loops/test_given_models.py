@@ -31,7 +31,7 @@ CASES = {
     "one object, told": True, "one object, stale": True, "kept": True, "kept, recompute": True,
     "pairs": True, "pairs, recompute": True, "pairs, kept, recompute attention": True,
     "some unpacked": True, "dense mask beside": True,
-    "no_mask": False, "padding": False, "padding_causal": True, "first no_mask": True, "capped": False,
+    "no_mask": False, "padding": False, "padding_causal": False, "first no_mask": True, "capped": False,
     "tower": True, "tower, frozen": True, "hooks": True, "frozen qkv": True, "frozen first": True, "scale": True,
     "latents, hooks": True, "latents, frozen qkv": True,
 }  # fmt: skip
@@ -129,10 +129,11 @@ def _model(case: str) -> Any:
     class Mixed(MegatronModule):
         def __init__(self) -> None:
             super().__init__(config)
-            own = of(TransformerConfig, kv_channels=12)
-            self.tower = TransformerBlock(
-                own, spec(PackedDotProductAttention, "no_mask"), post_layer_norm=False
-            ).double()
+            causal = case == "tower causal"  # as the language model's layers are
+            own = of(TransformerConfig, **settings if causal else {"kv_channels": 12})
+            mask = "causal" if causal else "no_mask"
+            layers = spec(own, PackedDotProductAttention, mask)
+            self.tower = TransformerBlock(own, layers, post_layer_norm=False).double()
             self.language, self.model_type = model, model.model_type
 
         def set_input_tensor(self, tensor: Any) -> None:
@@ -321,6 +322,7 @@ ALONE = {
     "no_mask": "decoder.layers.0.self_attention and 1 more: attention with the mask no_mask, not causal",
     "first no_mask": "decoder.layers.0.self_attention: attention with the mask no_mask, not causal",
     "padding": "decoder.layers.0.self_attention and 1 more: attention with the mask padding, not causal",
+    "padding_causal": "decoder.layers.0.self_attention and 1 more: attention with the mask padding_causal, not causal",
     "capped": "decoder.layers.0.self_attention and 1 more: Capped computes attention in a way of its own",
     "tower": "tower.layers.0.self_attention and 1 more: attention with the mask no_mask, not causal",
 }
@@ -370,7 +372,7 @@ def _refused(faults: Sequence[str]) -> dict[str, str]:
 
 REFUSED = {
     "unpacked": "ranks [1] got a micro-batch without PackedSeqParams, and ranks [0] one with them; pass them on every",
-    "lengths": "lengths of 1 sequences are given with cu_seqlens of 3; pass one for each (ranks [1])",
+    "lengths": "lengths of 1 sequences are given with cu_seqlens of 2; pass one for each (ranks [1])",
     "other cp size": "micro-batches of different context-parallel sizes cannot be balanced; use one size (ranks [1])",
     "mask of a call": "decoder.layers.0.self_attention was called with the mask no_mask, and balanced attention is",
     "mask of a later call": "decoder.layers.1.self_attention was called with the mask no_mask, and balanced attention",

@@ -8,6 +8,7 @@ another mask: a rank whose micro-batch has no images does not call a tower at al
 from typing import Any
 
 import torch
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 
 from megatron.balanced.sequences.shape import head_sizes
@@ -30,9 +31,11 @@ def why_alone(attention: Any, model: Any) -> str:
     attention: Megatron's module. model: config of the model.
     """
     core = attention.core_attention
+    # Megatron-LM's own modules hide nothing with padding_causal unless they are given a mask.
+    causal = (AttnMaskType.causal,) if isinstance(core, DotProductAttention) else _CAUSAL
     for module in (attention, core):
         mask = getattr(module, "attn_mask_type", None)
-        if isinstance(mask, AttnMaskType) and mask not in _CAUSAL:
+        if isinstance(mask, AttnMaskType) and mask not in causal:
             return f"attention with the mask {mask.name}, not causal"
     # A class may have no forward pass: Megatron-LM has none over context-parallel ranks without Transformer Engine.
     made_by = {type(core).__init__.__module__, type(core).forward.__module__}
