@@ -223,9 +223,10 @@ def _replay(device: str, lengths: tuple[int, ...], ranks: int, method: str, note
 
     start = transport.start_all_to_all
 
-    def started(into: Any, rows: Any, received: Any, sent: Any, group: Any) -> Any:
+    def started(into: Any, rows: Any, received: Any, sent: Any, process_group: Any) -> Any:
         # Torch's fake group refuses a rank that receives and sends nothing.
-        return start(into, rows, received, sent, group) if len(rows) else start(into, into, received, received, group)
+        sends = (rows, received, sent) if len(rows) else (into, received, received)
+        return start(into, *sends, process_group)
 
     transport.start_all_to_all = started
     place = local_device(device)

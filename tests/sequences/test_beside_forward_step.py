@@ -95,7 +95,7 @@ def _train(argv: list[str], twice: bool) -> tuple[RankRun, list[Any]]:
         seen.append(len(self.saved_microbatches))
         rewind(self)
 
-    def doubted(self: Any, **unused: Any) -> None:
+    def doubted(self: Any, *unused: Any, **also_unused: Any) -> None:
         self.rerun_requested |= self.state == RerunState.INITIAL_RUN
         self.continue_requested |= self.state == RerunState.RERUNNING_IN_PLACE
 

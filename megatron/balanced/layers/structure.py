@@ -202,7 +202,7 @@ class Changes:
         did that before it trained; later it may be anything that a pass left behind."""
         try:
             Writer(io.BytesIO(), self, alone=True).dump(value)
-        except Exception:
+        except Exception:  # whatever an object's own way of pickling raises
             return self._first
         return True
 
