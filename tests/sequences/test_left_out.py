@@ -118,15 +118,15 @@ def test_groups_of_a_large_domain(packed):
 def test_trials_of_both_change_no_number(pool, tmp_path):
     """By the clock, from a checkpoint within a round, too."""
     experts = f"{' '.join(MOE)} --moe-token-dispatcher-type alltoall"
-    model = Packed(pool, tmp_path, f"{experts} --global-batch-size 2 --train-iters 44 --disable-bias-linear")
+    model = Packed(pool, tmp_path, f"{experts} --global-batch-size 2 --train-iters 52 --disable-bias-linear")
     ends = f"{ENDS} {EP} 2"
     trials = f"--balance-experts {settings('experts', min_gain=0)} {settings('trials', share=1.0)}"
     flags = f"{SHARED} {EP} 2 {trials} --balance-report {tmp_path / 'report'} --num-workers 1"
-    run = model.train(2, f"{flags} --save {tmp_path / 'saved'} --save-interval 30")
+    run = model.train(2, f"{flags} --save {tmp_path / 'saved'} --save-interval 18")
     assert_close(run, model.train(2, ends))
     told = {line["balancer"]: line for line in events_in(tmp_path / "report", action="trial")}
     assert {name: line["pairs"] for name, line in told.items()} == {"experts": 10, "sequences": 10, "together": 5}
-    resumed = model.whole(f"{flags} --load {tmp_path / 'saved'} --ckpt-step 30")
+    resumed = model.whole(f"{flags} --load {tmp_path / 'saved'} --ckpt-step 18")
     assert_close_from(model, resumed, run)
 
 

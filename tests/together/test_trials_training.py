@@ -92,7 +92,7 @@ def test_only_what_pays_stays_on(pool, tmp_path, slower, stays):
     assert f"> gained, by the clock: experts {1 / slower:.2f}x" in said
 
 
-@pytest.mark.parametrize("saved", [42, 30], ids=["after a decision", "in a round"])
+@pytest.mark.parametrize("saved", [42, 20], ids=["after a decision", "in a round"])
 def test_a_resumed_run_goes_on_with_the_trials(pool, tmp_path, saved):
     """What was off stays off, and no round begins anew; where a round was cut off, nothing is decided by its rest."""
     save = f"--save {tmp_path / 'checkpoint'} --save-interval {saved} --ckpt-format torch_dist"
