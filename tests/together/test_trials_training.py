@@ -47,7 +47,7 @@ def test_trials_change_no_number(pool, tmp_path, flags, mode):
     run = train(pool, ranks, f"{flags} {balance}", base=BASE, parameters=True)
     assert_close(run, train(pool, ranks, flags, base=BASE, parameters=True))
     used = _used(tmp_path)
-    assert sum(used.get(iteration, False) for iteration in [*range(3, 9), *range(29, 46)]) > 9, (
+    assert sum(used.get(iteration, False) for iteration in range(3, 29)) > 9, (
         "replicas were hardly used, so nothing was tested"
     )
     for iteration in range(9, 29, 2):
