@@ -27,12 +27,17 @@ _PIECE_BYTES = 16 << 20  # large enough for the full bandwidth of a link, small 
 
 def split_pieces(flat: torch.Tensor) -> Sequence[torch.Tensor]:
     """Views of the pieces in which `flat` is sent. All ranks get the same pieces for the same length and type."""
-    return flat.split(max(1, _PIECE_BYTES // flat.element_size()))
+    return flat.split(_piece_size(flat.dtype))
 
 
 def number_of_pieces(size: int, dtype: torch.dtype) -> int:
     """The number of pieces in which `size` elements are sent."""
-    return -(-size // max(1, _PIECE_BYTES // dtype.itemsize))
+    return -(-size // _piece_size(dtype))
+
+
+def _piece_size(dtype: torch.dtype) -> int:
+    """The elements of a piece."""
+    return max(1, _PIECE_BYTES // dtype.itemsize)
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from megatron.balanced.experts.exchange import balance_layer, moe_layers, restor
 from megatron.balanced.experts.gradients import ExpertChunk
 from megatron.balanced.experts.graphs import captures_iterations, check_kernels, graph_of_iterations
 from megatron.balanced.experts.moe_layer import BalancedMoELayer, place_layers
+from megatron.balanced.experts.parameters import home_parameters
 from megatron.balanced.experts.planning import (
     LayerPlan,
     Overlap,
@@ -38,7 +39,7 @@ from megatron.balanced.experts.planning import (
 )
 from megatron.balanced.experts.quantized_weights import copied_bytes, weight_format
 from megatron.balanced.experts.replay import check_loads, gather_loads
-from megatron.balanced.experts.structure import home_parameters, why_no_replicas
+from megatron.balanced.experts.structure import why_no_replicas
 from megatron.balanced.shared.callbacks import HeldBytes, StepCallback, trained
 from megatron.balanced.shared.job import Job
 from megatron.balanced.shared.model_checks import check_model, mark_model

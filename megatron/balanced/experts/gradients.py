@@ -17,8 +17,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from balancing.experts.engine.slots import HomeExperts, ReplicaSlots
 from megatron.balanced.experts.moe_layer import BalancedMoELayer
+from megatron.balanced.experts.parameters import home_parameters, is_grouped_linear, owner, trained_parameters
 from megatron.balanced.experts.quantized_weights import weight_format
-from megatron.balanced.experts.structure import home_parameters, is_grouped_linear, owner, trained_parameters
 from megatron.balanced.shared.num_microbatches import get_num_microbatches
 
 __all__ = ["ExpertChunk"]

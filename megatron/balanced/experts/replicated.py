@@ -8,7 +8,7 @@ Padding and quantization, activations and their recomputation, and fused accumul
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 
 from balancing.experts.engine.slots import ReplicaSlots
-from megatron.balanced.experts.structure import is_grouped_linear, is_packed
+from megatron.balanced.experts.twins import pack, twin_of, with_further_experts
 
 __all__ = [
     "ReplicatedExperts",
@@ -24,7 +24,6 @@ __all__ = [
     "ReplicatedTEGroupedMLP",
     "later",
     "on_backward",
-    "with_further_experts",
 ]
 
 
@@ -71,82 +70,6 @@ def later(module: torch.nn.Module, method: str, *args: Any) -> Callable[[], None
 def at_once(act: Callable[[], None]) -> None:
     """Call `act`."""
     act()
-
-
-def _twin[Module: torch.nn.Module](module: Module, **changes: Any) -> Module:
-    """A module that shares the parameters, hooks and submodules of `module`, but for attributes that differ."""
-    twin: Module = object.__new__(type(module))
-    twin.__dict__.update(module.__dict__, **changes)
-    return twin
-
-
-def with_further_experts(experts: Any, replicas: Sequence[Sequence[torch.Tensor]]) -> Any:
-    """A twin of the experts of an MoE layer with further experts.
-
-    replicas: [further expert] -> its parameters, in the order of `home_parameters`.
-    """
-    if isinstance(experts, TEGroupedMLP):
-        return _with_further_weights(experts, replicas)
-    homes, own = list(experts.local_experts), list(experts.local_experts[0].parameters())
-    further = [_with_parameters(homes[0], dict(zip(own, replica, strict=True))) for replica in replicas]
-    by_place = {str(place): expert for place, expert in enumerate([*homes, *further])}
-    modules = experts._modules | {"local_experts": _twin(experts.local_experts, _modules=by_place)}
-    return _twin(experts, _modules=modules, num_local_experts=len(by_place))
-
-
-def _with_parameters(module: torch.nn.Module, of_replica: dict[Any, torch.Tensor]) -> Any:
-    """A twin of `module` and its submodules with other parameters. of_replica: parameter -> the one in its place."""
-    parameters = {name: None if own is None else of_replica[own] for name, own in module._parameters.items()}
-    modules = {
-        name: None if own is None else _with_parameters(own, of_replica) for name, own in module._modules.items()
-    }
-    return _twin(module, _parameters=parameters, _modules=modules)
-
-
-def _with_further_weights(experts: TEGroupedMLP, replicas: Sequence[Sequence[torch.Tensor]]) -> Any:
-    """A twin of grouped experts whose linear layers, and adapters of these, have the parameters of `replicas` too."""
-    total = experts.num_local_experts + len(replicas)
-    parts = [iter(replica) for replica in replicas]  # in the order of `home_parameters`
-    pairs: list[tuple[Any, Any]] = []  # of modules and their twins
-
-    def extend(module: Any) -> Any:
-        changes: dict[str, Any] = {}
-        if is_grouped_linear(module):
-            for place, replica in enumerate(parts, experts.num_local_experts):
-                changes[f"weight{place}"] = next(replica)
-                changes[f"bias{place}"] = next(replica) if module.use_bias else module.bias0
-            changes |= {
-                "num_gemms": total,
-                # Quantizers are made for each weight, at the first use.
-                "fp8_initialized": False,
-                "fp8_meta_tensors_initialized": False,
-                "fp8_meta": {"fp8_checkpoint": False, "fp8_group": None},
-                "quantizers": {"scaling_fwd": [], "scaling_bwd": []},
-            }
-        elif is_packed(module):
-            changes = {"_parameters": {}, "further": [next(replica) for replica in parts]}
-        if "num_local_experts" in vars(module):
-            changes["num_local_experts"] = total
-        submodules = {name: None if own is None else extend(own) for name, own in module._modules.items()}
-        pairs.append((module, _twin(module, _modules=submodules, **changes)))
-        return pairs[-1][1]
-
-    modules = dict(experts._modules)
-    for name, module in experts._modules.items():
-        if name in ("quantization_padding", "quantization_unpadding"):
-            padding: Any = module
-            modules[name] = type(padding)(total, align_size=padding.align_size)
-        elif module is not None:
-            modules[name] = extend(module)
-    _pack(pairs)
-    return _twin(experts, _modules=modules, num_local_experts=total, _fused_ops=None, _pairs=pairs)
-
-
-def _pack(pairs: Iterable[tuple[Any, Any]]) -> None:
-    """Join parameters that pack those of all home experts with those of replicas, for the next pass."""
-    for module, twin in pairs:
-        if is_packed(module):
-            vars(twin)["weight"] = torch.cat([module.weight, torch.stack(twin.further)])
 
 
 class ReplicatedExperts(torch.nn.Module):
@@ -316,7 +239,7 @@ class ReplicatedSequentialMLP(ReplicatedExperts, SequentialMLP):
                 hidden = _OnBackward.apply(hidden, returns)
             return run(hidden, *args, **kwargs)
 
-        experts[first] = _twin(experts[first], forward=forward)
+        experts[first] = twin_of(experts[first], forward=forward)
         return twin
 
 
@@ -326,7 +249,7 @@ class ReplicatedTEGroupedMLP(ReplicatedExperts, TEGroupedMLP):
     _pairs: Sequence[tuple[Any, Any]] = ()  # of a twin: the modules of home experts, and those with replicas
 
     def run(self, *inputs: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        _pack(self._pairs)
+        pack(self._pairs)
         for module, twin in self._pairs:
             _copy_first(module, twin)
         result = super().run(*inputs)

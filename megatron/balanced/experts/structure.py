@@ -1,10 +1,9 @@
-"""What the experts of a loop's model consist of, and whether they can have replicas.
+"""Whether the experts of a loop's model can have replicas.
 
 A replica runs the modules of a home expert on other parameters. So the experts of a layer must have the same structure
 on all ranks, and compute the same from the same parameters, whatever a loop has done to them: wrapped their linear
-layers in adapters, added parameters, frozen some. A parameter travels to a replica if it belongs to one expert. Grouped
-linear layers have a weight for each expert. Adapters of Megatron-Bridge may pack those of all experts of a rank into
-one parameter, or be one adapter for all experts of a layer, which the ranks keep alike.
+layers in adapters, added parameters, frozen some. A parameter must belong to one expert, or be that of an adapter for
+all experts of a layer, which Megatron-Bridge keeps alike on all ranks.
 
 Experts with modules that this file does not know are tried: with made-up parameters, a replica must compute what its
 home computes. What would not travel is refused when the balancer is made, by the module's name.
@@ -21,20 +20,19 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
+from megatron.balanced.experts.parameters import (
+    BRIDGE,
+    home_parameters,
+    is_grouped_linear,
+    is_packed,
+    named_parameters,
+    owner,
+)
+from megatron.balanced.experts.twins import with_further_experts
 from megatron.balanced.shared.process_groups import gather_objects
 
-__all__ = [
-    "Row",
-    "home_parameters",
-    "is_grouped_linear",
-    "is_packed",
-    "owner",
-    "trained_parameters",
-    "why_no_replicas",
-]
+__all__ = ["why_no_replicas"]
 
-_BRIDGE = "megatron.bridge.peft"
-_PACKED = ("_GroupedExpertAdapterWeight", "PackedPerExpertLinear")  # modules of Megatron-Bridge
 # Hooks of Megatron-Bridge that add up the gradients of an adapter over all ranks of the expert-parallel group.
 _SUMS_OVER_RANKS = (
     "ParallelLinearAdapter._allreduce_shared_expert_grad",
@@ -43,62 +41,6 @@ _SUMS_OVER_RANKS = (
 _NO_CHANGE = ("megatron.core.", "megatron.balanced.", "transformer_engine.")  # whose hooks on modules change no tensor
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _TOKENS = 4  # of a trial
-
-
-class Row(NamedTuple):
-    """An expert's part of a parameter that packs those of all experts of a rank: `parameter[number]`."""
-
-    parameter: torch.nn.Parameter
-    number: int
-
-
-def is_grouped_linear(module: torch.nn.Module) -> bool:
-    """Whether `module` is a grouped linear layer of Transformer Engine, with a weight for each expert."""
-    return hasattr(module, "num_gemms") and "weight0" in module._parameters
-
-
-def is_packed(module: torch.nn.Module) -> bool:
-    """Whether the parameter `weight` of `module` packs those of all experts, [expert, ...]."""
-    return type(module).__module__.startswith(_BRIDGE) and type(module).__name__ in _PACKED
-
-
-def home_parameters(experts: Any) -> list[list[Any]]:
-    """[home expert] -> its parameters. A part of a packed parameter is a leaf in its memory, with its `Row` as `row`.
-    experts: of an MoE layer."""
-    return [[p for _, p in _named_parameters(experts, number)] for number in range(experts.num_local_experts)]
-
-
-def _named_parameters(experts: Any, number: int) -> Iterator[tuple[str, Any]]:
-    """The parameters of home expert `number`, with names that do not tell which one it is."""
-    if not isinstance(experts, TEGroupedMLP):
-        yield from experts.local_experts[number].named_parameters()
-        return
-    for path, module in experts.named_modules():
-        if is_grouped_linear(module):
-            for kind in ("weight", "bias") if module.use_bias else ("weight",):
-                yield f"{path}.{kind}", getattr(module, f"{kind}{number}")
-        elif is_packed(module):
-            weight: Any = module.weight
-            part = weight.detach()[number].requires_grad_(weight.requires_grad)
-            part.row = Row(weight, number)
-            yield f"{path}.weight", part
-
-
-def owner(parameter: Any) -> torch.nn.Parameter:
-    """The parameter of the model that one of `home_parameters` is, or is a part of."""
-    return parameter.row.parameter if hasattr(parameter, "row") else parameter
-
-
-def trained_parameters(
-    homes: Sequence[Sequence[Sequence[torch.Tensor]]], hosts: dist.ProcessGroup
-) -> list[list[tuple[bool, ...]]]:
-    """[layer][expert of the group][parameter] -> whether it trains. All ranks of the group call it together.
-
-    homes: [layer][home expert] -> its parameters.
-    hosts: the ranks of the expert-parallel group on gloo.
-    """
-    by_rank = gather_objects([[tuple(p.requires_grad for p in expert) for expert in layer] for layer in homes], hosts)
-    return [[expert for rank in by_rank for expert in rank[layer]] for layer in range(len(homes))]
 
 
 class _Description(NamedTuple):
@@ -168,7 +110,7 @@ def _describe(layer: Any, name: str) -> _Description:
             f"a parameter of {name} trains and is in no gradient buffer; add it before DistributedDataParallel"
         )
     described = [
-        [(path, tuple(p.shape), str(p.dtype)) for path, p in _named_parameters(experts, number)]
+        [(path, tuple(p.shape), str(p.dtype)) for path, p in named_parameters(experts, number)]
         for number in range(len(homes))
     ]
     for parameters in described:
@@ -215,7 +157,7 @@ def _check_module(name: str, module: torch.nn.Module, grouped: bool) -> None:
 
 
 def _sums_over_ranks(hook: Any) -> bool:
-    return (getattr(hook, "__module__", None) or "").startswith(_BRIDGE) and hook.__qualname__ in _SUMS_OVER_RANKS
+    return (getattr(hook, "__module__", None) or "").startswith(BRIDGE) and hook.__qualname__ in _SUMS_OVER_RANKS
 
 
 def _outputs(experts: Any, name: str) -> list[float]:
@@ -224,8 +166,6 @@ def _outputs(experts: Any, name: str) -> list[float]:
     Raises ValueError if a replica would compute something else: a module computes with more than its own parameters,
     such as one whose `forward` was replaced by a function that holds the module.
     """
-    from megatron.balanced.experts.replicated import with_further_experts
-
     known = (MLP, ColumnParallelLinear, RowParallelLinear, torch.nn.ModuleList)
     within = [module for module in experts.modules() if module is not experts]
     if all((type(module) in known or is_grouped_linear(module)) and "forward" not in vars(module) for module in within):
@@ -234,7 +174,7 @@ def _outputs(experts: Any, name: str) -> list[float]:
     if config.fp8 or config.fp4:  # a trial would change what scales of quantization are made from
         for module in within:
             kind = type(module)
-            if "forward" in vars(module) or not kind.__module__.startswith((*_NO_CHANGE, _BRIDGE, "torch.nn.")):
+            if "forward" in vars(module) or not kind.__module__.startswith((*_NO_CHANGE, BRIDGE, "torch.nn.")):
                 raise ValueError(
                     f"{name} has a module of class {kind.__name__}, which is not known to work with replicas in 8 bits "
                     "or less; use the adapters of Megatron-Bridge, or train in bf16"
