@@ -4,6 +4,7 @@ import faulthandler
 import pkgutil
 import signal
 import sys
+import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from tests.support.pool import Pool
 from tests.support.tiers import is_thorough
 
 DEFAULT_SECONDS = 3 * PATIENCE
+_BEGIN = time.monotonic()
 SHARE = 5  # of so many tests that only --exhaustive runs, --sample runs one
 TURNS = 12  # days in which --sample, whose seed is a day, runs all tests that take turns
 # The files of a scope are one worker's, since starting the ranks of `engine` and of `bridge` takes long.
@@ -42,6 +44,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="SEED",
         type=int,
         help="of what --exhaustive adds the fifth that SEED draws, as CI does with a new one",
+    )
+    parser.addoption(
+        "--minutes",
+        type=float,
+        help="the first tier, then the files of the second one in an order that --sample draws, of which none begins a "
+        "test after so many minutes; what had no turn is skipped and says so",
     )
 
 
@@ -70,7 +78,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     # whose tests start ranks, and those of the second tier, which start other processes.
     files = {item.path for item in items if {"pool", "engine", "muon"} & set(getattr(item, "fixturenames", ()))}
     files |= thorough
-    items.sort(key=lambda item: (_scope(item.nodeid) is None, item.path not in files))
+    seed = f"{config.getoption('sample')} "
+
+    def turn(item: pytest.Item) -> int:
+        return zlib.crc32((seed + (_scope(item.nodeid) or item.nodeid.partition("::")[0])).encode())
+
+    if config.getoption("minutes") is None:
+        items.sort(key=lambda item: (_scope(item.nodeid) is None, item.path not in files))
+    else:
+        items.sort(
+            key=lambda item: (item.path not in files, turn(item)) if item.path not in thorough else (2, turn(item))
+        )
 
 
 def _scope(nodeid: str) -> str | None:
@@ -178,6 +196,9 @@ def _limit(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
+    minutes = item.config.getoption("minutes")
+    if minutes is not None and item.get_closest_marker("thorough") and time.monotonic() - _BEGIN > 60 * minutes:
+        pytest.skip(f"had no turn in {minutes:g} minutes")
     with _limit(item):
         return (yield)
 

@@ -329,6 +329,34 @@ def test_what_cannot_travel_is_refused_by_the_name_of_its_module(pool, change):
     assert "\n" not in told[0]
 
 
+def _wrapped(module: torch.nn.Linear) -> torch.nn.Module:
+    return torch.nn.Sequential(module, torch.nn.Linear(4, 4))
+
+
+def _replaced(module: torch.nn.Linear) -> torch.nn.Module:
+    module.forward = lambda hidden: 2 * hidden  # type: ignore[method-assign]
+    return module
+
+
+def _watched(module: torch.nn.Linear) -> torch.nn.Module:
+    module.register_forward_hook(lambda part, args, output: 2 * output)
+    return module
+
+
+def _with_gradients_doubled(module: torch.nn.Linear) -> torch.nn.Module:
+    module.weight.register_hook(lambda gradient: 2 * gradient)
+    return module
+
+
+@pytest.mark.parametrize("change", [_wrapped, _replaced, _watched, _with_gradients_doubled])
+def test_a_changed_head_that_another_stage_would_build_anew_is_refused(change):
+    from megatron.balanced.layers.structure import check_end
+
+    check_end(torch.nn.Linear(4, 4), "output_layer")
+    with pytest.raises(ValueError, match="output_layer may move to another stage, which builds it by its spec"):
+        check_end(change(torch.nn.Linear(4, 4)), "output_layer")
+
+
 def _refuse_later() -> tuple[str, list[float]]:
     """Register a hook that cannot travel after the balancer was made, and move; go on without it."""
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func

@@ -1,11 +1,15 @@
 """A mixture of experts with adapters of Megatron-Bridge 0.6.2 has replicas and trains the same model."""
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from tests.support import plain_loop
 from tests.support.changed_loop import RANKS, SAMPLES, SEQUENCE, Ended, build, compare, train
+from tests.support.weights import assert_same_weights, named_weights
 
 # name -> grouped experts, and how adapters lie on them
 ADAPTERS: dict[str, tuple[bool, str, dict[str, Any]]] = {
@@ -15,6 +19,8 @@ ADAPTERS: dict[str, tuple[bool, str, dict[str, Any]]] = {
     "grouped, one an expert": (True, "LoRA", {"share_expert_adapters": False}),
     "grouped, on attention": (True, "LoRA", {"target_modules": ["linear_qkv", "linear_proj"]}),
 }
+
+STEPS = 6  # of the example, whose layers move after four
 
 
 def _adapt(kind: str, options: dict[str, Any], model: Any) -> None:
@@ -43,6 +49,31 @@ def test_adapted_experts_have_replicas_and_train_the_same(bridge, name):
         assert gradients == 0 < weights, "gradients of experts that do not train were sent"
     else:
         assert 0 < gradients < weights / 2, "gradients of frozen weights were sent"
+
+
+def _train_example(balancers: tuple[str, ...], folder: Path) -> tuple[list[float], dict[str, Any], str, list[dict]]:
+    losses, model, layout, events = plain_loop.train(STEPS, folder, balancers, partial(_adapt, "LoRA", {}))
+    return losses, named_weights([model.module]), layout, events
+
+
+@pytest.mark.parametrize("balancers", [plain_loop.ALL, *((name,) for name in plain_loop.ALL)], ids=" ".join)
+def test_balancers_together_and_alone_leave_an_adapted_mixture_of_experts_as_it_is(bridge, tmp_path, balancers):
+    found, plain = (bridge.run(RANKS, _train_example, on, _empty(tmp_path / name))
+                    for name, on in (("balanced", balancers), ("plain", ())))  # fmt: skip
+    for (losses, *_), (expected, *_) in zip(found, plain, strict=True):
+        np.testing.assert_allclose(losses, expected, rtol=1e-12)
+    assert_same_weights([weights for _, weights, *_ in found], [weights for _, weights, *_ in plain])
+    events = [event for *_, told in found for event in told]
+    assert {event["balancer"] for event in events} - {"cluster"} == {*balancers}
+    moved = {name: sum(event.get("replicas", 0) + event.get("moved_bytes", 0) for event in events
+                       if event["balancer"] == name) for name in balancers}  # fmt: skip
+    assert all(moved[name] for name in balancers if name != "layers"), moved
+    assert {layout for _, _, layout, _ in found} == {"Ettt|tttL" if "layers" in balancers else "Etttt|ttL"}
+
+
+def _empty(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
 
 
 def _refused() -> str:

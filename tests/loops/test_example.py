@@ -1,32 +1,35 @@
 """The example of a plain loop: three balancers at once, and checkpoints after layers have moved, change no number."""
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.support.plain_loop import train
+from tests.support.plain_loop import ALL, train
 from tests.support.weights import assert_same_weights, named_weights
 
 STEPS, PER_STEP, RANKS = 9, 4, 4  # a checkpoint after five steps; layers move after four
 
 
-def _train(steps: int, folder: Path, balanced: bool) -> tuple[list[float], dict[str, Any], str, list[dict]]:
-    losses, model, layout, events = train(steps, folder, balanced)
+def _train(
+    steps: int, folder: Path, balancers: Collection[str] = ALL
+) -> tuple[list[float], dict[str, Any], str, list[dict]]:
+    losses, model, layout, events = train(steps, folder, balancers)
     return losses, named_weights([model.module]), layout, events
 
 
 @pytest.fixture(scope="module")
 def plain(pool, tmp_path_factory):
-    return pool.run(RANKS, _train, STEPS, tmp_path_factory.mktemp("plain"), False)
+    return pool.run(RANKS, _train, STEPS, tmp_path_factory.mktemp("plain"), ())
 
 
 def test_three_balancers_and_a_resumed_run_change_no_number(pool, plain, tmp_path):
-    begun = pool.run(RANKS, _train, 7, tmp_path, True)
+    begun = pool.run(RANKS, _train, 7, tmp_path)
     assert {layout for _, _, layout, _ in begun} == {"Ettt|tttL"}, "layers have not moved"
-    resumed = pool.run(RANKS, _train, STEPS, tmp_path, True)
-    without = pool.run(RANKS, _train, STEPS, tmp_path, False)
+    resumed = pool.run(RANKS, _train, STEPS, tmp_path)
+    without = pool.run(RANKS, _train, STEPS, tmp_path, ())
     for (losses, _, layout, _), (expected, *_) in zip(resumed, plain, strict=True):
         assert layout == "Ettt|tttL", "the layout of the checkpoint is not used"
         np.testing.assert_allclose(losses, expected[5 * PER_STEP :], rtol=1e-12)

@@ -76,6 +76,9 @@ def test_weights_of_a_distributed_optimizer_load_without_our_package(pool, corpu
 EXACTLY = f"{' '.join(EXACT)} {FORMAT} --init-method-std 0.1"
 # Upstream gathers what it reshards through float32. The bias of the keys has no gradient but noise, so: no biases.
 SINGLE = EXACTLY.replace("--fp64", "--disable-bias-linear")
+OF_EXPERTS = (
+    f"{SINGLE} {SHARDED} {' '.join(MOE[2:])} --swiglu --moe-token-dispatcher-type alltoall --expert-model-parallel-size"
+)
 
 # ranks and flags that write, ranks and flags that go on
 CHANGED = {
@@ -90,10 +93,14 @@ CHANGED = {
         (2, f"{SINGLE} {SHARDED} --dist-ckpt-optim-fully-reshardable"),
         (2, f"{SINGLE} {SHARDED} {PP2}"),
     ),
+    "EP 2 to EP 4, sharded": (
+        (2, f"{OF_EXPERTS} 2 --dist-ckpt-optim-fully-reshardable"),
+        (4, f"{OF_EXPERTS} 4"),
+    ),
 }
 
 
-@pytest.mark.parametrize("name", sampled(CHANGED, "DP 2 to PP 2, sharded"))
+@pytest.mark.parametrize("name", sampled(CHANGED, "DP 2 to PP 2, sharded", "EP 2 to EP 4, sharded"))
 def test_goes_on_under_another_layout(pool, corpus, tmp_path, name):
     """With the state of the optimizer: the run is the uninterrupted one to rounding."""
     (world_size, flags), (later_world_size, later_flags) = CHANGED[name]

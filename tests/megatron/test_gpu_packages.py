@@ -186,7 +186,7 @@ def _loop(folder: Path) -> list[float]:
     from tests.support.plain_loop import train
 
     folder.mkdir(exist_ok=True)
-    return train(2, folder, True)[0]
+    return train(2, folder)[0]
 
 
 def test_training_beside_a_real_transformer_engine(real, tmp_path):

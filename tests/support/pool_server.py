@@ -19,16 +19,19 @@ import functools
 import gc
 import importlib
 import importlib.metadata
+import multiprocessing
 import os
 import pickle
 import select
 import signal
 import socket
+import stat
 import sys
 import time
 import traceback
 import warnings
 from dataclasses import dataclass
+from multiprocessing.managers import SyncManager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -257,6 +260,30 @@ def _look_up_once() -> None:
     importlib.metadata.entry_points(group="torch.distributed.backends")
 
 
+def _fork_managers() -> None:
+    """Each rank that saves a checkpoint starts a process for a queue, which imports torch for five seconds when the
+    first result is put. Fork the rank in its place."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    def queue_of_results(mp_mode: str = "fork") -> Any:
+        if filesystem_async._results_queue is None:
+            manager = SyncManager(ctx=multiprocessing.get_context("fork"))
+            manager.start(_leave_sockets, (os.getpid(),))
+            filesystem_async._results_queue = manager.Queue()
+        return filesystem_async._results_queue
+
+    filesystem_async.get_write_results_queue = queue_of_results
+
+
+def _leave_sockets(rank: int) -> None:
+    """Close the sockets of `rank`, whose fork this process is: others see by theirs that the rank was killed."""
+    die_with_parent(rank)
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                os.close(int(name))
+
+
 def shrink_mock_data() -> None:
     """Megatron's mock dataset has 100,000 documents, whose samples every rank shuffles for 0.3 s. Take fewer."""
     from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
@@ -288,6 +315,7 @@ def _preload(before: list[str], device: str) -> None:
         for module in PRELOAD:
             importlib.import_module(module)
     _look_up_once()
+    _fork_managers()
     if device == "cpu":
         _be_patient()
     shrink_mock_data()

@@ -117,7 +117,7 @@ TESTED: dict[str, list[Form]] = {
     "scripts/quickstart.sh": [_tested("", _SCRIPTS, _COMMANDS)],
     "scripts/docs.sh": [_tested("", ".ci/run")],
     "scripts/test.sh": [
-        _tested("--all --sample --fuzz --seed --venv", ".ci/run"),
+        _tested("--all --sample --minutes --fuzz --seed --venv", ".ci/run"),
         _tested("--exhaustive -k", "tests/conftest.py"),
         _tested("--soak", "tests/support/soak.py"),
     ],

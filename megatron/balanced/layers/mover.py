@@ -53,7 +53,8 @@ from megatron.balanced.layers.layer_tensors import (
 from megatron.balanced.layers.quantized import finish_weights, forget_initial, forget_modules, weight_tensors
 from megatron.balanced.layers.shrink import Departure
 from megatron.balanced.layers.source import LayerSource
-from megatron.balanced.layers.structure import BY_HAND
+from megatron.balanced.layers.stack import stack_of
+from megatron.balanced.layers.structure import BY_HAND, check_end
 from megatron.balanced.layers.training_loop import TrainingLoop
 from megatron.balanced.shared.optimizer_state import (
     ParameterState,
@@ -264,8 +265,11 @@ class LayerMover:
 
         Raises ValueError for what cannot travel.
         """
-        found, copied = {}, {}
+        found: dict[int, bytes] = {}
+        copied: dict[int, tuple[Any, str]] = {}  # holds the objects, since an `id` is an object's while it lives
         for chunk, model in enumerate(self.models()):
+            if first:
+                self._check_ends(model)
             for layer in model.decoder.layers:
                 if not leaves(chunk, layer.layer_number - 1):
                     continue
@@ -274,11 +278,21 @@ class LayerMover:
                 for key, (each, where) in changes.copied.items():
                     if key in copied:
                         raise ValueError(
-                            f"a {type(each).__name__} belongs to {copied[key]} and to {where}, and a layer that moves "
+                            f"a {type(each).__name__} belongs to {copied[key][1]} and to {where}, and a moved layer "
                             f"would arrive with a copy of it; give each layer its own, {BY_HAND}"
                         )
-                copied |= {key: where for key, (_, where) in changes.copied.items()}
+                copied |= changes.copied
         return found
+
+    def _check_ends(self, model: torch.nn.Module) -> None:
+        """Raise ValueError for a final norm or a head that may arrive with the last layer, or in a shorter pipeline, if
+        it is not what its spec builds."""
+        norm, shrinks = stack_of(self._source).norm, self._loop.shrinking is not None
+        parts = {f"decoder.{norm}": getattr(model.decoder, norm, None)} if shrinks or self.plan.tail_layers else {}
+        parts |= {"output_layer": getattr(model, "output_layer", None)} if shrinks else {}
+        for name, part in parts.items():
+            if part is not None:
+                check_end(part, name)
 
     # The phases of a move.
 

@@ -36,7 +36,7 @@ from megatron.balanced.layers.travelling import (
 )
 from megatron.balanced.shared.callbacks import StepCallback
 
-__all__ = ["BY_HAND", "Structure"]
+__all__ = ["BY_HAND", "Structure", "check_end"]
 
 _OF_TORCH = frozenset(vars(torch.nn.Module()))  # attributes of every module
 # Kinds of hooks of a module, each with the attributes that say more of a hook.
@@ -269,6 +269,25 @@ class Changes:
 
     def refusal(self, module: torch.nn.Module, what: str, instead: str) -> ValueError:
         return ValueError(f"{self.name(module)} cannot move to another stage: {what}; {instead}, {BY_HAND}")
+
+
+def check_end(module: torch.nn.Module, name: str) -> None:
+    """Raise ValueError if a loop has changed the final norm or the head, which another stage would build anew.
+
+    name: of the module in the model, for the message.
+    """
+    weights = dict(module.named_parameters())
+    hooks = [hook for kind in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+             for part in module.modules() for hook in getattr(part, kind).values()]  # fmt: skip
+    hooks += [hook for weight in weights.values() for hook in (weight._backward_hooks or {}).values()]
+    what = [f"hook {_name_of(hook)}" for hook in hooks if not _is_ours(hook, is_hook=True)]
+    what += [f"parameter {each}" for each in weights if each not in ("weight", "bias")]
+    what += ["method forward"] * ("forward" in vars(module) and not _is_ours(module.forward))
+    if what:
+        raise ValueError(
+            f"{name} may move to another stage, which builds it by its spec, without its {what[0]}; leave {name} as "
+            "its spec builds it, or balance no layers"
+        )
 
 
 class _Absent:

@@ -119,7 +119,7 @@ class Writer(pickle.Pickler):
         if isinstance(obj, types.FunctionType) and not has_name(obj):
             return self._code(obj)
         if isinstance(obj, ModelParallelConfig):
-            return _new_config, (type(obj), self._fields(obj))
+            return _new_config, (type(obj), tuple(self._fields(obj).items()))
         return NotImplemented
 
     def _code(self, function: types.FunctionType) -> Any:
@@ -240,7 +240,7 @@ def _new_function(code: bytes, module: str, cells: list[Any], defaults: Any, mor
     return function
 
 
-def _new_config(kind: type, fields: dict[str, Any]) -> Any:
+def _new_config(kind: type, fields: tuple[tuple[str, Any], ...]) -> Any:
     config = object.__new__(kind)
     vars(config).update(fields)
     return config
