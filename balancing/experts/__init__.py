@@ -35,7 +35,7 @@ Example: 3 ranks, 3 experts, one slot a rank. Expert 0 is hot.
 from balancing.experts.cost import ExpertShape, MoELayerCost, TransferWindow, break_even_tokens, layer_cost
 from balancing.experts.load_history import LoadHistory, total_variation
 from balancing.experts.placement import Copy, ReplicaPlacement, contiguous_homes
-from balancing.experts.plan import METHODS, plan_replicas, plan_replicas_layers, plan_with_gain
+from balancing.experts.plan import METHODS, plan_replicas, plan_replicas_layers
 from balancing.experts.split.split import Splitter, split_tokens, traffic
 from balancing.experts.trace import (
     LoadTrace,
@@ -59,7 +59,6 @@ __all__ = [
     "layer_cost",
     "plan_replicas",
     "plan_replicas_layers",
-    "plan_with_gain",
     "read_load_trace",
     "read_reported_loads",
     "split_tokens",

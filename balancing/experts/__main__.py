@@ -182,21 +182,20 @@ def _replay(counts: np.ndarray, follow: np.ndarray, method: Method, machine: _Ma
     """
     cluster, shape = machine.cluster, machine.shape
     _, ranks, layers, micro_batches, _ = counts.shape
-    costs = {"hidden_under": machine.hidden_under, "micro_batches": micro_batches}
+    window = None if shape is None else TransferWindow(machine.hidden_under, True, micro_batches)
     imbalance, replicas = np.ones((len(follow), layers, micro_batches)), 0
     seconds: list[list[MoELayerCost]] = [[] for _ in range(layers)]
     for number, record in enumerate(follow):
         before = counts[record - 1].mean(2).swapaxes(0, 1)
-        known = costs | {"first": True} if shape is not None else {}
-        plans = plan_replicas_layers(before, cluster, slots=machine.slots, shape=shape, method=method, **known)
+        plans = plan_replicas_layers(before, cluster, slots=machine.slots, shape=shape, window=window, method=method)
         for layer, plan in enumerate(plans):
             replicas += plan.replicas
             for batch in range(micro_batches):
                 sent = traffic(counts[record, :, layer, batch], plan)
                 imbalance[number, layer, batch] = sent.sum(0).max() / max(sent.sum() / ranks, 1)
-                if shape is not None:
-                    window = TransferWindow(first=layer == 0, **costs)
-                    seconds[layer].append(layer_cost(sent, plan, cluster, shape, window))
+                if shape is not None and window is not None:
+                    own = replace(window, first=layer == 0)
+                    seconds[layer].append(layer_cost(sent, plan, cluster, shape, own))
     mean = [_mean(layer_costs) for layer_costs in seconds] if shape is not None else []
     return _Replay(imbalance, replicas / (len(follow) * layers), mean)
 

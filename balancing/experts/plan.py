@@ -6,12 +6,13 @@ its planner's rule for dividing tokens over instances, so `split_tokens` works w
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from balancing.cluster import Cluster
+from balancing.experts.config import ExpertConfig
 from balancing.experts.cost import ExpertShape, TransferWindow
 from balancing.experts.load_history import drifted_loads
 from balancing.experts.placement import ReplicaPlacement, contiguous_homes
@@ -19,7 +20,7 @@ from balancing.experts.planners.prophet import prophet_slots
 from balancing.experts.planners.quota import QuotaPlanner
 from balancing.experts.split.split import Splitter
 
-__all__ = ["METHODS", "Method", "plan_replicas", "plan_replicas_layers", "plan_with_gain"]
+__all__ = ["METHODS", "Method", "plan_replicas", "plan_replicas_layers"]
 
 Method = Literal["none", "quota", "prophet"]
 METHODS: tuple[Method, ...] = get_args(Method)
@@ -31,52 +32,34 @@ def plan_replicas(
     *,
     slots: int,
     shape: ExpertShape | None = None,
+    window: TransferWindow | None = None,
     home: ArrayLike | None = None,
     method: Method = "quota",
-    hidden_under: float | None = None,
-    first: bool = False,
-    micro_batches: int = 1,
     drift: float = 0.0,
+    min_gain: float = ExpertConfig.min_gain,
 ) -> ReplicaPlacement:
-    """Plan the replicas of one layer.
+    """Plan the replicas of one layer, as training does.
 
     load: int [source_rank, expert], tokens on each rank that choose each expert; predictions may be fractional.
     cluster: its first ranks are the expert-parallel group; Cluster.relabel describes groups with another layout.
     slots: largest number of replicas on a rank, at least 0.
     shape: size of an expert, for the cost model; replicas that cost more than they save are then left out. None plans
-        for balance alone.
+        for balance alone, as training does without `--cluster`.
+    window: what overlaps the transfers, and how many micro-batches they serve. Comes with `shape`.
     home: int [expert], home rank of each expert; by default contiguous blocks.
     method: one of `METHODS`.
-    hidden_under: seconds of forward compute outside the experts that overlaps the transfers; only the exposed part of
-        the transfers then costs time. None if nothing overlaps them.
-    first: whether this is the first MoE layer. No expert compute overlaps its transfers.
-    micro_batches: number of micro-batches that one transfer serves.
     drift: expected total variation between `load` and the load that the placement meets, 0 to 1. With a cost model,
         "quota" then also counts what unused slots would save after such a drift.
+    min_gain: fraction of the busiest rank's tokens. Without replicas unless they save that much, now and after the
+        drift.
 
     Raises ValueError for a load that is not two-dimensional, is negative or not finite; for a number of experts that is
-    no multiple of the ranks; for more ranks than the cluster has; for negative slots; for a drift out of range; and for
-    an unknown method.
+    no multiple of the ranks; for more ranks than the cluster has; for negative slots; for `shape` or `window` alone;
+    for a drift out of range; and for an unknown method.
     """
-    options = {"slots": slots, "shape": shape, "home": home, "method": method}
-    window = {"hidden_under": hidden_under, "first": first, "micro_batches": micro_batches, "drift": drift}
-    return plan_replicas_layers(np.asarray(load)[None], cluster, **options, **window)[0]  # type: ignore[arg-type]
-
-
-def plan_with_gain(
-    load: np.ndarray, cluster: Cluster, alone: ReplicaPlacement, min_gain: float, *, drift: float = 0.0, **options: Any
-) -> ReplicaPlacement | None:
-    """`plan_replicas`, or None if its replicas lower the tokens of the busiest rank by less than `min_gain`, now and
-    after the expected drift.
-
-    load, cluster, drift, options: as in `plan_replicas`.
-    alone: the placement without replicas.
-    min_gain: a fraction of the busiest rank's tokens without replicas.
-    """
-    placement = plan_replicas(load, cluster, drift=drift, **options)
-    loads = drifted_loads(load, drift)
-    gain = 1 - _busiest(loads, placement) / max(_busiest(loads, alone), 1)
-    return placement if gain >= min_gain else None
+    options = {"slots": slots, "shape": shape, "window": window, "home": home}
+    how = {"method": method, "drift": drift, "min_gain": min_gain}
+    return plan_replicas_layers(np.asarray(load)[None], cluster, **options, **how)[0]  # type: ignore[arg-type]
 
 
 def _busiest(loads: Sequence[np.ndarray], placement: ReplicaPlacement) -> int:
@@ -91,35 +74,48 @@ def plan_replicas_layers(
     *,
     slots: int,
     shape: ExpertShape | None = None,
+    window: TransferWindow | None = None,
     home: ArrayLike | None = None,
     method: Method = "quota",
-    hidden_under: float | None = None,
-    first: bool = False,
-    micro_batches: int = 1,
     drift: float = 0.0,
+    min_gain: float = ExpertConfig.min_gain,
 ) -> tuple[ReplicaPlacement, ...]:
     """`plan_replicas` for several layers at once. Returns one placement a layer.
 
     load: int [layer, source_rank, expert].
-    first: whether the first of these layers is the first MoE layer.
+    window: of the first of these layers. Later ones are not the first MoE layer of the model.
     The other parameters are those of `plan_replicas`.
     """
     loads, homes = _checked(np.asarray(load), cluster, slots, home, method)
+    if (shape is None) != (window is None):
+        raise ValueError("shape, the size of an expert, and window, what overlaps its transfers, come together")
     if not 0 <= drift <= 1:
         raise ValueError(f"drift={drift} is a fraction of all tokens: at least 0 and at most 1")
     ranks = loads.shape[1]
     nodes = min(ranks, cluster.ranks_per_node), cluster.nics_per_node
+    alone = ReplicaPlacement(homes, np.full((ranks, slots), -1), "level", *nodes)
     if method == "none" or slots == 0 or ranks == 1:
-        return (ReplicaPlacement(homes, np.full((ranks, slots), -1), "level", *nodes),) * len(loads)
+        return (alone,) * len(loads)
     if method == "quota":
-        window = TransferWindow(hidden_under, first, micro_batches)
-        return tuple(QuotaPlanner(cluster, homes, slots, shape, window, drift)(loads))
+        planned = QuotaPlanner(cluster, homes, slots, shape, window or TransferWindow(), drift)(loads)
+    else:
+        hidden_under = window.hidden_under if window else None
+        planned = [
+            ReplicaPlacement(
+                homes, prophet_slots(load, homes, cluster, slots, shape=shape, hidden_under=hidden_under), "own", *nodes
+            )
+            for load in loads
+        ]
     return tuple(
-        ReplicaPlacement(
-            homes, prophet_slots(load, homes, cluster, slots, shape=shape, hidden_under=hidden_under), "own", *nodes
-        )
-        for load in loads
+        placement if min_gain <= 0 or _gain(load, placement, alone, drift) >= min_gain else alone
+        for load, placement in zip(loads, planned, strict=True)
     )
+
+
+def _gain(load: np.ndarray, placement: ReplicaPlacement, alone: ReplicaPlacement, drift: float) -> float:
+    """The fraction of the busiest rank's tokens that replicas spare it, now and after the drift."""
+    loads = drifted_loads(np.rint(load).astype(np.int64), drift)
+    return 1 - _busiest(loads, placement) / max(_busiest(loads, alone), 1)
 
 
 def _checked(

@@ -131,6 +131,7 @@ def expert_loads(model: StepModel, routing: str | LoadTrace, generator: np.rando
     hidden = work.attention + work.rest
     level = np.full((ranks, ranks), per_rank / ranks)
     table = shape.hidden * shape.bytes_per_parameter
+    window = TransferWindow(hidden, micro_batches=job.micro_batches)
     level_exchange = exchange_seconds(level * table, cluster)
     level_forward = shape.rank_seconds(float(per_rank), experts // ranks, cluster)
     seconds: list[tuple[tuple[float, float], tuple[float, float]]] = []
@@ -142,11 +143,11 @@ def expert_loads(model: StepModel, routing: str | LoadTrace, generator: np.rando
         found = []
         for slots, imbalances in ((0, before), (_SLOTS, after)):
             placement = plan_replicas(
-                past if slots else load, cluster, slots=slots, shape=shape, hidden_under=hidden,
-                method="quota" if slots else "none", micro_batches=job.micro_batches,
+                past if slots else load, cluster, slots=slots, shape=shape, window=window,
+                method="quota" if slots else "none",
             )  # fmt: skip
             sent = traffic(load, placement)
-            cost = layer_cost(sent, placement, cluster, shape, TransferWindow(hidden, micro_batches=job.micro_batches))
+            cost = layer_cost(sent, placement, cluster, shape, window)
             busiest = sent.sum(0).max() / sent.sum(0).mean()
             exchange = model.exchange_seconds() * cost.all_to_all / level_exchange
             extra = (cost.exposed + cost.slowed / job.micro_batches) / 3  # a third of it forward

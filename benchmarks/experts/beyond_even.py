@@ -51,19 +51,17 @@ def modelled_seconds(
     even = own = 0.0
     for now, before, level in zip(loads.now, loads.before, loads.even.now, strict=True):
         for layer in range(now.shape[1]):
-            options: dict[str, Any] = {"hidden_under": hidden, "first": layer == 0, "micro_batches": micro_batches}
+            window = TransferWindow(hidden, layer == 0, micro_batches)
 
-            def seconds(load: np.ndarray, plan: ReplicaPlacement, options: dict[str, Any] = options) -> float:
-                return (
-                    layer_cost(traffic(load, plan), plan, cluster, SHAPE, TransferWindow(**options)).total + 3 * hidden
-                )
+            def seconds(load: np.ndarray, plan: ReplicaPlacement, window: TransferWindow = window) -> float:
+                return layer_cost(traffic(load, plan), plan, cluster, SHAPE, window).total + 3 * hidden
 
             def tokens(load: np.ndarray) -> np.ndarray:
                 return np.rint(load * scale.tokens).astype(np.int64)
 
             planned = tokens(before[:, layer].mean(1))
             alone = plan_replicas(planned, cluster, slots=slots, method="none")
-            plan = plan_replicas(planned, cluster, slots=slots, shape=SHAPE, method=method, **options)
+            plan = plan_replicas(planned, cluster, slots=slots, shape=SHAPE, window=window, method=method)
             for batch in range(now.shape[2]):
                 even += seconds(tokens(level[:, layer, batch]), alone)
                 own += seconds(tokens(now[:, layer, batch]), plan)

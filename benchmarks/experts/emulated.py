@@ -37,7 +37,7 @@ from typing import Any
 
 import numpy as np
 
-from balancing.experts import ReplicaPlacement, contiguous_homes, read_load_trace, traffic
+from balancing.experts import ReplicaPlacement, TransferWindow, contiguous_homes, read_load_trace, traffic
 from balancing.experts.config import ExpertConfig
 from balancing.files import write_text
 from benchmarks.baselines.experts import plan_replicas
@@ -148,19 +148,18 @@ def _placements(plan: _Plan, loads: Loads, scale: Scale) -> tuple[np.ndarray, np
     """Slots int [step, layer, rank, slot], seconds of planning [step], and how tokens are split."""
     before = loads.even.before if plan.even else loads.before
     costs: dict[str, Any] = {}
-    if plan.knows != "balance":
-        costs = {"shape": SHAPE, "micro_batches": plan.micro_batches or before.shape[3]}
-    if plan.knows == "hidden":
-        costs["hidden_under"] = scale.attention_seconds
+    hidden = scale.attention_seconds if plan.knows == "hidden" else None
     alone = ReplicaPlacement(contiguous_homes(scale.experts, scale.ranks), np.full((scale.ranks, plan.slots), -1))
     slots, seconds, split = [], [], "level"
     for step in before:
         begin = time.thread_time()
         placed = []
         for load in np.rint(step.mean(2) * scale.tokens).astype(np.int64).swapaxes(0, 1):
-            first = not placed
-            each = plan_replicas(load, scale.cluster, slots=plan.slots, method=plan.method, first=first, **costs)
-            split = each.split
+            if plan.knows != "balance":
+                window = TransferWindow(hidden, not placed, plan.micro_batches or before.shape[3])
+                costs = {"shape": SHAPE, "window": window}
+            each = plan_replicas(load, scale.cluster, slots=plan.slots, method=plan.method, **costs)
+            split = each.split if each.replicas else split
             kept = traffic(load, each).sum(0).max() / traffic(load, alone).sum(0).max()
             placed.append(each.slot_expert if kept <= 1 - ExpertConfig().min_gain else alone.slot_expert)
         seconds.append(time.thread_time() - begin)

@@ -29,7 +29,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -43,6 +42,7 @@ from balancing.experts import (
     LoadTrace,
     ReplicaPlacement,
     Splitter,
+    TransferWindow,
     plan_replicas_layers,
     read_load_trace,
     traffic,
@@ -63,12 +63,12 @@ _IMBALANCE, _DRIFT = (1.0, 1.3, 2.0, 4.0), (0.0, 0.03, 0.1, 0.2, 0.3)
 _FEWEST = "quota, fewest for 1 %"
 _CLUSTERED = "quota, --cluster"
 _SHAPE = ExpertShape(hidden=2048, ffn_hidden=1408, bytes_per_parameter=2)
-_COSTS: dict[str, dict[str, Any]] = {  # arguments of the cost model besides the shape
-    "costs, hidden": {"hidden_under": 1e-3, "micro_batches": 4},
-    "costs, partly hidden": {"hidden_under": 1e-4},
-    "costs, first layer": {"hidden_under": 1e-3, "first": True, "micro_batches": 4},
-    "costs, exposed": {},
-    "costs, exposed, 4 micro-batches": {"micro_batches": 4},
+_COSTS = {
+    "costs, hidden": TransferWindow(1e-3, micro_batches=4),
+    "costs, partly hidden": TransferWindow(1e-4),
+    "costs, first layer": TransferWindow(1e-3, first=True, micro_batches=4),
+    "costs, exposed": TransferWindow(),
+    "costs, exposed, 4 micro-batches": TransferWindow(micro_batches=4),
 }
 
 
@@ -208,7 +208,7 @@ def _fewest(before: np.ndarray, cluster: Cluster, slots: int, trials: int) -> Re
 
 def _clustered(before: np.ndarray, cluster: Cluster, slots: int, drift: float) -> ReplicaPlacement:
     """The placement of training with `--cluster`, where loads have drifted by `drift` before."""
-    return plan_replicas(before, cluster, slots=slots, shape=_SHAPE, drift=drift, **_COSTS["costs, hidden"])
+    return plan_replicas(before, cluster, slots=slots, shape=_SHAPE, window=_COSTS["costs, hidden"], drift=drift)
 
 
 def grid(draws: int, progress: Progress) -> list[Row]:
@@ -257,8 +257,8 @@ def times(repeats: int, progress: Progress) -> list[Row]:
             rows.append(Row("time", f"placement, {case}", method, figure, "ms", None, figure / aims[0], aim))
         figure = milliseconds(lambda s=slots: plan_replicas_layers(layers, cluster, slots=s), max(1, repeats // 8)) / 32
         rows.append(Row("time", f"placement, each of 32 layers, {case}", "quota", figure, "ms", None, figure / aims[0]))
-        for name, costs in _COSTS.items():
-            plan = partial(plan_replicas, load, cluster, slots=slots, shape=_SHAPE, **costs)
+        for name, window in _COSTS.items():
+            plan = partial(plan_replicas, load, cluster, slots=slots, shape=_SHAPE, window=window)
             figure, aim = milliseconds(plan, repeats), aims[0] if slots <= 2 else None
             rows.append(Row("time", f"placement, {name}, {case}", "quota", figure, "ms", None, figure / aims[0], aim))
         placement = plan_replicas(load, cluster, slots=slots)

@@ -24,7 +24,6 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import numpy as np
 
@@ -121,8 +120,7 @@ def of_exact_search(micro_batches: int, *, first: bool, imbalance: float, seed: 
     cluster, rng = scale.cluster, np.random.default_rng(seed)
     load = sampled_load(zipf_popularity(8, 4, imbalance, rng), 4, 16384, rng)
     window = TransferWindow(scale.attention_seconds, first, micro_batches)
-    options: dict[str, Any] = {"hidden_under": window.hidden_under, "first": first, "micro_batches": micro_batches}
-    plan = plan_replicas(load, cluster, slots=1, shape=SHAPE, **options)
+    plan = plan_replicas(load, cluster, slots=1, shape=SHAPE, window=window)
     away = [[-1, *np.flatnonzero(plan.home != rank)] for rank in range(4)]
     every = [
         ReplicaPlacement(plan.home, np.array(each)[:, None], "level", plan.ranks_per_node, plan.nics_per_node)

@@ -17,7 +17,7 @@ from collections.abc import Callable
 import numpy as np
 
 from balancing.cluster import Cluster
-from balancing.experts import ReplicaPlacement, plan_with_gain, traffic
+from balancing.experts import ReplicaPlacement, traffic
 from balancing.experts.config import ExpertConfig
 from benchmarks.baselines.experts import plan_replicas
 from benchmarks.experts.fewest import BETWEEN, by_link
@@ -89,7 +89,7 @@ def compare(workload: str, ranks: int, experts: int, steps: int) -> dict[str, tu
         plans = {"none": alone}
         plans |= {peer: plan_replicas(before, cluster, slots=slots, method=peer) for peer in _PEERS}
         for name, load in (("quota", before), ("known", now)):
-            plans[name] = plan_with_gain(load, cluster, alone, ExpertConfig().min_gain, slots=slots) or alone
+            plans[name] = plan_replicas(load, cluster, slots=slots)
         for name, plan in plans.items():
             inside, between = by_link(plan)
             found[name].append((_imbalance(now, plan), inside + BETWEEN * between))

@@ -261,7 +261,7 @@ def _table_iv(record: LoadTrace | None, model: str, top: int) -> Row:
                       flops=35.6e12, memory=24e9)  # fmt: skip
     shape = ExpertShape(hidden, inner, 4, gated=False)
     under = 1024 * hidden * (8 * hidden + 2 * 256) / cluster.flops  # projections, and 256 tokens attended
-    options: dict[str, Any] = {"shape": shape, "hidden_under": under}
+    options: dict[str, Any] = {"shape": shape, "window": TransferWindow(under)}
     found: dict[str, list[float]] = {role: [] for role in _ROLES}
     for before, now in _pairs(record, 1024 * top):
         even = np.full_like(now, now.sum() // now.size)

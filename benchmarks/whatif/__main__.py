@@ -17,7 +17,7 @@ from itertools import chain
 import numpy as np
 
 from balancing.cluster import Cluster
-from balancing.experts import ExpertShape, plan_replicas
+from balancing.experts import ExpertShape, TransferWindow, plan_replicas
 from balancing.experts.config import ExpertConfig
 from balancing.layers.plan import plan_stages
 from balancing.sequences.cost import limit_seconds
@@ -131,7 +131,7 @@ def _other_planners(ranks: int) -> None:
     random, group = np.random.default_rng(0), min(ranks, 256)  # DeepSeek-V3 has 256 experts, a rank has at least one
     load = sampled_load(zipf_popularity(256, group, 2.0, random), group, 32768, random)
     few, expert = Cluster.sheet("h100-8x400g").relabel(group // 8, 8), ExpertShape(7168, 2048, 2)
-    experts, _ = _timed(partial(plan_replicas, load, few, slots=slots, shape=expert, hidden_under=1e-3), 3)
+    experts, _ = _timed(partial(plan_replicas, load, few, slots=slots, shape=expert, window=TransferWindow(1e-3)), 3)
     layers, _ = _timed(partial(plan_stages, np.linspace(1, 2, 128), 32), 3)
     print(f"{ranks:7,}{experts:12.1f}{layers:9.1f}", flush=True)
 

@@ -69,7 +69,7 @@ def test_few_rows_get_no_replicas_and_many_do():
     """Transfers are hidden, so that with one rate few rows get replicas as well."""
     homes = 4
     popularity = zipf_popularity(homes * 8, 8, 2.0, np.random.default_rng(1))
-    options = {"slots": 2, "shape": SHAPE, "hidden_under": 1.0}
+    options = {"slots": 2, "shape": SHAPE, "window": TransferWindow(1.0)}
     found = {}
     for tokens in (200, 60_000):
         load = sampled_load(popularity, 8, tokens, np.random.default_rng(2))
@@ -82,6 +82,6 @@ def test_few_rows_get_no_replicas_and_many_do():
 def test_a_busy_host_gets_no_replicas():
     """Where the host takes longer than the products, more groups make a layer slower."""
     load = sampled_load(zipf_popularity(128, 8, 2.0, np.random.default_rng(1)), 8, 4096, np.random.default_rng(2))
-    options = {"slots": 2, "shape": ExpertShape(2048, 768, 2), "hidden_under": 1.0}
+    options = {"slots": 2, "shape": ExpertShape(2048, 768, 2), "window": TransferWindow(1.0)}
     assert plan_replicas(load, machine(8, group_seconds=48e-6), **options).replicas == 0
     assert plan_replicas(load, replace(machine(8), rates=None), **options).replicas > 0

@@ -38,14 +38,12 @@ def test_the_predicted_cost_never_grows(seed, monkeypatch):
     ranks, experts = nodes * per_node, nodes * per_node * int(draw.integers(1, 5))
     popularity = zipf_popularity(experts, ranks, float(draw.uniform(1, min(3.0, 0.9 * ranks))), draw)
     load = sampled_load(popularity, ranks, int(draw.integers(100, 60000)), draw)
-    options = {
-        "hidden_under": float(draw.choice([0.0, 1e-4, 2e-3])), "first": bool(seed % 3 == 0),
-        "micro_batches": int(draw.choice([1, 2, 8])),
-    }  # fmt: skip
+    hidden, first = float(draw.choice([0.0, 1e-4, 2e-3])), bool(seed % 3 == 0)
+    window = TransferWindow(hidden, first, int(draw.choice([1, 2, 8])))
 
     def planned():
-        plan = plan_replicas(load, cluster, slots=int(seed % 3 + 1), shape=SHAPE, **options)
-        return plan, layer_cost(traffic(load, plan), plan, cluster, SHAPE, TransferWindow(**options)).total
+        plan = plan_replicas(load, cluster, slots=int(seed % 3 + 1), shape=SHAPE, window=window, min_gain=0.0)
+        return plan, layer_cost(traffic(load, plan), plan, cluster, SHAPE, window).total
 
     plan, cost = planned()
     assert planned()[0] == plan
@@ -65,7 +63,7 @@ def test_where_all_ranks_share_a_node_nothing_changes(monkeypatch):
     cluster = Cluster.sheet("h100-8x400g").relabel(1, 8)
     draw = np.random.default_rng(0)
     load = sampled_load(zipf_popularity(16, 8, 2.0, draw), 8, 4096, draw)
-    plan = plan_replicas(load, cluster, slots=2, shape=SHAPE, hidden_under=1e-3, micro_batches=8)
+    plan = plan_replicas(load, cluster, slots=2, shape=SHAPE, window=TransferWindow(1e-3, micro_batches=8))
     monkeypatch.setattr("balancing.experts.planners.quota.near_slots", None)
-    assert plan_replicas(load, cluster, slots=2, shape=SHAPE, hidden_under=1e-3, micro_batches=8) == plan
+    assert plan_replicas(load, cluster, slots=2, shape=SHAPE, window=TransferWindow(1e-3, micro_batches=8)) == plan
     assert contiguous_homes(16, 8).tolist() == plan.home.tolist()

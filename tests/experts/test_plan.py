@@ -12,6 +12,7 @@ from balancing.cluster import Cluster
 from balancing.experts import (
     ExpertShape,
     ReplicaPlacement,
+    TransferWindow,
     contiguous_homes,
     plan_replicas_layers,
     split_tokens,
@@ -83,7 +84,8 @@ def homes(draw, load):
 def test_every_plan_keeps_homes_and_slots_and_every_token(data, load, method, slots, per_node, costs):
     ranks, experts = load.shape
     home = data.draw(homes(load))
-    options = {"slots": slots, "home": home, "method": method, "shape": SHAPE if costs else None}
+    options = {"slots": slots, "home": home, "method": method, "min_gain": data.draw(st.sampled_from([0.0, 0.02]))}
+    options |= {"shape": SHAPE, "window": TransferWindow(1e-4)} if costs else {}
     placement = plan_replicas(load, machine(ranks, min(per_node, ranks)), **options)
     assert placement == plan_replicas(load.copy(), machine(ranks, min(per_node, ranks)), **options)
     assert placement.slot_expert.shape == (ranks, slots)
@@ -140,7 +142,7 @@ def test_quota_levels_what_was_predicted_and_what_drifted(experts, ranks, imbala
     generator = np.random.default_rng(experts + ranks)
     popularity = zipf_popularity(experts, ranks, imbalance, generator)
     load = sampled_load(popularity, ranks, 16384, generator)
-    placement = plan_replicas(load, machine(ranks, 8), slots=2)
+    placement = plan_replicas(load, machine(ranks, 8), slots=2, min_gain=0.0)
     assert largest_over_mean(load, placement) <= 1.01
     drift = [sampled_load(drifted(popularity, 0.03, generator), ranks, 16384, generator) for _ in range(5)]
     assert np.mean([largest_over_mean(each, placement) for each in drift]) <= 1.015

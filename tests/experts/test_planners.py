@@ -1,5 +1,7 @@
 """Each planner by hand: the baselines and the default planner with a cost model."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -12,7 +14,6 @@ from balancing.experts import (
     contiguous_homes,
     layer_cost,
     plan_replicas_layers,
-    plan_with_gain,
     split_tokens,
     traffic,
 )
@@ -26,6 +27,8 @@ from benchmarks.experts.emulated_workload import SHAPE as EMULATED
 from benchmarks.experts.emulated_workload import Scale, made_up_loads
 from benchmarks.experts.synthetic import drifted, sampled_load, zipf_popularity
 from tests.experts.test_plan import SHAPE, largest_over_mean, machine, quick
+
+EXPOSED = TransferWindow()  # nothing overlaps transfers, and each serves one micro-batch
 
 
 def prophet(load: np.ndarray, **options: float) -> ReplicaPlacement:
@@ -70,8 +73,8 @@ class TestProphet:
     def test_a_planner_that_knows_the_scheduler_replicates_more(self):
         """Eq. 8 against Eq. 6: where transfers are as long as the compute they can hide under, only the first pays."""
         load = sampled_load(zipf_popularity(16, 8, 2, np.random.default_rng(2)), 8, 1500, np.random.default_rng(2))
-        exposed = plan_replicas(load, machine(8), slots=2, shape=SHAPE, method="prophet")
-        hidden = plan_replicas(load, machine(8), slots=2, shape=SHAPE, method="prophet", hidden_under=1e-3)
+        exposed = plan_replicas(load, machine(8), slots=2, shape=SHAPE, window=EXPOSED, method="prophet")
+        hidden = plan_replicas(load, machine(8), slots=2, shape=SHAPE, method="prophet", window=TransferWindow(1e-3))
         assert exposed.replicas < hidden.replicas
         assert largest_over_mean(load, hidden) < largest_over_mean(load, exposed)
 
@@ -122,13 +125,13 @@ class TestCosts:
 
     def test_a_level_load_gets_no_replica(self):
         load = np.full((8, 32), 500)
-        assert plan_replicas(load, machine(8), slots=2, shape=SHAPE).replicas == 0
+        assert plan_replicas(load, machine(8), slots=2, shape=SHAPE, window=EXPOSED).replicas == 0
 
     @pytest.mark.parametrize("costs", [{"hidden_under": 1e-3, "micro_batches": 4}, {"hidden_under": 1e-4}, {}])
     def test_a_level_load_that_will_drift_gets_replicas(self, costs):
         """They are planned from the even load, and none would be the cheapest under it."""
         cluster, window, figures = Cluster.sheet("h200-8x400g").relabel(8, 8), TransferWindow(**costs), []
-        options = {"slots": 2, "shape": ExpertShape(2048, 1408, 2), **costs}
+        options = {"slots": 2, "shape": ExpertShape(2048, 1408, 2), "window": window}
         even = np.full(256, 1 / 256)
         for seed in range(1, 5):
             draw = np.random.default_rng(seed)
@@ -144,7 +147,7 @@ class TestCosts:
     def test_the_smallest_drift_does_not_pay_for_exposed_transfers(self):
         """Full slots would cost 8 % of the layer, and save less than 1 %."""
         cluster, load = Cluster.sheet("h200-8x400g").relabel(8, 8), np.full((64, 256), 256)
-        options = {"slots": 2, "shape": ExpertShape(2048, 1408, 2)}
+        options = {"slots": 2, "shape": ExpertShape(2048, 1408, 2), "window": EXPOSED}
         assert plan_replicas(load, cluster, drift=0.002, **options).replicas == 0
 
     @pytest.mark.parametrize("seed", range(16))
@@ -153,7 +156,7 @@ class TestCosts:
         draw = np.random.default_rng(seed)
         cluster = Cluster.sheet("a800-4x200g").relabel(int(draw.integers(1, 3)), 4)
         costs = {"hidden_under": [None, 1e-4, 1e-3][seed % 3], "first": seed % 2 == 0, "micro_batches": 1 + seed % 4}
-        options = {"slots": 2, "shape": SHAPE, **costs}
+        options = {"slots": 2, "shape": SHAPE, "window": TransferWindow(**costs), "min_gain": 0.0}
         ranks, drift = cluster.world_size, float(draw.uniform(0.01, 0.2))
         load = sampled_load(zipf_popularity(32, ranks, float(draw.uniform(1, 1.5)), draw), ranks, 8192, draw)
         known, unknown = (
@@ -167,11 +170,17 @@ class TestCosts:
 
     def test_the_gain_after_a_drift_counts(self):
         load = np.full((8, 32), 500)
-        alone = plan_replicas(load, machine(8), slots=2, method="none")
-        for options in ({}, {"shape": SHAPE, "hidden_under": 5e-3}):
-            assert plan_with_gain(load, machine(8), alone, 0.02, slots=2, **options) is None
-            assert plan_with_gain(load, machine(8), alone, 0.02, slots=2, drift=0.2, **options).replicas == 16
-        assert plan_with_gain(load, machine(8), alone, 0.9, slots=2, drift=0.2) is None
+        for options in ({}, {"shape": SHAPE, "window": TransferWindow(5e-3)}):
+            assert plan_replicas(load, machine(8), slots=2, **options).replicas == 0
+            assert plan_replicas(load, machine(8), slots=2, drift=0.2, **options).replicas == 16
+        assert plan_replicas(load, machine(8), slots=2, drift=0.2, min_gain=0.9).replicas == 0
+
+    def test_the_size_of_an_expert_alone_is_refused(self):
+        for options in ({"shape": SHAPE}, {"window": EXPOSED}):
+            with pytest.raises(
+                ValueError, match="shape, the size of an expert, and window, what overlaps its transfers"
+            ):
+                plan_replicas(self.hot(500), machine(8), slots=2, **options)
 
     @pytest.mark.parametrize("drift", [-0.1, 1.1, float("nan")])
     def test_a_drift_out_of_range(self, drift):
@@ -180,25 +189,29 @@ class TestCosts:
 
     def test_exposed_copies_need_many_tokens(self):
         few, many = self.hot(500), self.hot(200_000)
-        assert plan_replicas(few, machine(8), slots=2, shape=SHAPE).replicas == 0
-        exposed = plan_replicas(many, machine(8), slots=2, shape=SHAPE)
+        assert plan_replicas(few, machine(8), slots=2, shape=SHAPE, window=EXPOSED).replicas == 0
+        exposed = plan_replicas(many, machine(8), slots=2, shape=SHAPE, window=EXPOSED)
         assert 0 < exposed.replicas <= 16
         assert largest_over_mean(many, exposed) < 1.1
 
     def test_hidden_copies_fill_all_slots(self):
-        assert plan_replicas(self.hot(500), machine(8), slots=2, shape=SHAPE, hidden_under=5e-3).replicas == 16
+        assert (
+            plan_replicas(self.hot(500), machine(8), slots=2, shape=SHAPE, window=TransferWindow(5e-3)).replicas == 16
+        )
 
     def test_no_experts_hide_what_the_first_layer_needs(self):
         loads = np.stack([self.hot(2000)] * 2)
-        costs = {"shape": SHAPE, "hidden_under": 3e-4}
-        first, second = plan_replicas_layers(loads, machine(8), slots=2, first=True, **costs)
+        window = TransferWindow(3e-4)
+        first, second = plan_replicas_layers(
+            loads, machine(8), slots=2, shape=SHAPE, window=replace(window, first=True)
+        )
         assert first.replicas < second.replicas
-        assert second == plan_replicas(loads[1], machine(8), slots=2, **costs)
+        assert second == plan_replicas(loads[1], machine(8), slots=2, shape=SHAPE, window=window)
 
     def test_slots_that_cost_nothing_are_used(self):
         """Between slow NICs few copies pay; within nodes more of them cost nothing, and help when the load drifts."""
         cluster = Cluster(2, 4, 4, 200e9, 1e8, 250e12, 80e9)
-        costs = {"shape": SHAPE, "hidden_under": 1e-3, "first": True, "micro_batches": 4}
+        costs = {"shape": SHAPE, "window": TransferWindow(1e-3, first=True, micro_batches=4)}
         placement = plan_replicas(self.hot(4000), cluster, slots=2, **costs)
         _, source, rank = placement.hops.T
         assert placement.replicas == 16 and (source // 4 == rank // 4).sum() >= 14
@@ -231,8 +244,8 @@ class TestCosts:
 
     def test_a_copy_that_serves_many_micro_batches_pays_sooner(self):
         load = self.hot(3000)
-        once = plan_replicas(load, machine(8), slots=2, shape=SHAPE)
-        often = plan_replicas(load, machine(8), slots=2, shape=SHAPE, micro_batches=64)
+        once = plan_replicas(load, machine(8), slots=2, shape=SHAPE, window=EXPOSED)
+        often = plan_replicas(load, machine(8), slots=2, shape=SHAPE, window=TransferWindow(micro_batches=64))
         assert once.replicas < often.replicas
 
     def test_what_is_imbalanced_within_nodes_is_balanced_within_nodes(self):
@@ -240,7 +253,7 @@ class TestCosts:
         for node in (0, 1):  # each has a hot expert, which only its own ranks send to
             load[:, 32 * node] = 0
             load[8 * node : 8 * node + 8, 32 * node] = 120_000
-        placement = plan_replicas(load, machine(16, 8), slots=1, shape=SHAPE)
+        placement = plan_replicas(load, machine(16, 8), slots=1, shape=SHAPE, window=EXPOSED)
         copies = list(placement.copies())
         assert copies and all(copy.source // 8 == copy.rank // 8 for copy in copies)
 
@@ -256,11 +269,11 @@ def test_as_many_copies_as_are_hidden_are_taken():
     scale, home = Scale(16, 32, 0.24), contiguous_homes(32, 16)
     seen = made_up_loads(scale, 4, 1, 3).before.mean(3)  # [step, source rank, layer, expert]
     for number, load in enumerate(np.rint(seen * scale.tokens).astype(np.int64).swapaxes(1, 2).reshape(12, 16, 32)):
-        window = {"hidden_under": scale.attention_seconds, "first": not number % 4}
+        window = TransferWindow(scale.attention_seconds, first=not number % 4)
 
         def seconds(placement, load=load, window=window):
             sent = traffic(load, placement)
-            return layer_cost(sent, placement, scale.cluster, EMULATED, TransferWindow(**window)).total
+            return layer_cost(sent, placement, scale.cluster, EMULATED, window).total
 
         copies = pack_replicas(load.sum(0).astype(float), home, 16, 2, ranks_per_node=8)
         fewer = []
@@ -268,7 +281,7 @@ def test_as_many_copies_as_are_hidden_are_taken():
             slots = [[expert for expert, at in copies[:end] if at == rank] for rank in range(16)]
             full = np.array([[*held, -1, -1][:2] for held in slots])
             fewer.append(seconds(ReplicaPlacement(home, full, "level", 8, scale.cluster.nics_per_node)))
-        found = plan_replicas(load, scale.cluster, slots=2, shape=EMULATED, **window)
+        found = plan_replicas(load, scale.cluster, slots=2, shape=EMULATED, window=window)
         assert seconds(found) <= 1.03 * min(fewer), number
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from balancing.experts import plan_with_gain
+from balancing.experts import plan_replicas
 from balancing.experts.config import ExpertConfig
 from balancing.layers import GateConfig, Pipeline, plan_pipeline
 from balancing.layers.config import LayerConfig
@@ -22,8 +22,8 @@ BY_HAND = {
         lengths, cluster, shape=shape
     ),
     "sequences.planner.compile_rank": lambda plan, rank, **_: compile_rank(plan, rank),
-    "experts.planning.plan_with_gain": lambda load, cluster, alone, gain, *, drift, **_: plan_with_gain(
-        load, cluster, alone, ExpertConfig().min_gain, slots=ExpertConfig().replica_slots, drift=drift
+    "experts.planning.plan_replicas": lambda load, cluster, *, drift, **_: plan_replicas(
+        load, cluster, slots=ExpertConfig().replica_slots, drift=drift
     ),
     "layers.planning.plan_pipeline": lambda cost, pipeline, *, current, **_: plan_pipeline(
         cost, Pipeline(pipeline.stages, pipeline.micro_batches), current=current
@@ -74,7 +74,7 @@ def test_training_runs_what_the_library_makes(pool, tmp_path, per_node):
     argv = [*MODEL, *documents, *EXACT, *MOE, *f"{model} {BALANCED} {layout} {balance}".split()]
     for calls, others, made_for in pool.run(4, _beside, argv, per_node):
         assert not others
-        assert {"plan_sequences", "compile_rank", "plan_with_gain", "plan_pipeline"} <= calls.keys(), calls
+        assert {"plan_sequences", "compile_rank", "plan_replicas", "plan_pipeline"} <= calls.keys(), calls
         for cluster, shape in made_for:
             assert cluster.world_size == 2 and cluster.nodes == (1 if per_node == 4 else 2)
             assert (shape.heads_of_rank, shape.item_bytes) == ((4, 4), 8), "of this model, in float64"

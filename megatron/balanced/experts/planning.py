@@ -21,7 +21,7 @@ import torch.distributed as dist
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from balancing.cluster import Cluster
-from balancing.experts import ExpertShape, LoadHistory, ReplicaPlacement, plan_with_gain
+from balancing.experts import ExpertShape, LoadHistory, ReplicaPlacement, TransferWindow, plan_replicas
 from balancing.experts.config import ExpertConfig
 from balancing.experts.split.placed_split import SplitTables
 from balancing.ranges import named
@@ -206,25 +206,20 @@ class ReplicaPlanner:
         """Plan for a load [source_rank, expert] that is expected to drift. served: micro-batches of one transfer."""
         costs: dict[str, Any] = {}
         if self._machine is not None:
-            costs = {
-                "shape": _expert_shape(layer),
-                "hidden_under": overlap.attention_layers * _attention_seconds(self._job, self._model, self._machine),
-                "first": overlap.first,
-                "micro_batches": served,
-            }
+            hidden = overlap.attention_layers * _attention_seconds(self._job, self._model, self._machine)
+            costs = {"shape": _expert_shape(layer), "window": TransferWindow(hidden, overlap.first, served)}
         alone, config = layer.without_replicas, self._config
-        plan = plan_with_gain if self._worker is None else partial(self._worker.call, plan_with_gain)
+        plan = plan_replicas if self._worker is None else partial(self._worker.call, plan_replicas)
         placement = plan(
             load,
             self._cluster,
-            alone.placement,
-            config.min_gain,
             slots=config.replica_slots,
             method=config.planner,
             drift=drift,
+            min_gain=config.min_gain,
             **costs,
         )
-        tables = alone if placement is None else SplitTables(placement, alone.device)
+        tables = alone if placement.replicas == 0 else SplitTables(placement, alone.device)
         tables.placement.digest()  # computed here, and kept
         return tables
 
