@@ -23,7 +23,16 @@ if messages are free (`balancing.pipeline.simulate_schedule`).
 """
 
 from balancing.layers.cost import CostAverage, LayerSeconds, over_ranks
-from balancing.layers.gate import Decision, Gate, GateConfig, LayerMove, Predicted, layer_moves, migration_seconds
+from balancing.layers.gate import (
+    Decision,
+    Gate,
+    GateConfig,
+    LayerMove,
+    Predicted,
+    layer_moves,
+    migration_seconds,
+    noise_of_gain,
+)
 from balancing.layers.memory import LayerMemory, in_flight, stage_memory
 from balancing.layers.plan import Pipeline, Running, plan_partition, plan_pipeline, plan_stages
 from balancing.layers.planners.refine import refine_plan
@@ -48,6 +57,7 @@ __all__ = [
     "in_flight",
     "layer_moves",
     "migration_seconds",
+    "noise_of_gain",
     "over_ranks",
     "plan_partition",
     "plan_pipeline",

@@ -4,6 +4,7 @@ A move stops training while layers are transferred, and its gain is only predict
 only if
 
 - it saves at least the fraction `min_gain` of the predicted step, by costs averaged over an interval,
+- it saves more than twice the standard error of that, by the costs of single iterations,
 - its gain until the horizon exceeds the cost of the move: (old - new) x horizon > migration,
 - the last move is at least `interval` iterations ago.
 
@@ -15,8 +16,9 @@ has become slower in the meantime causes no rollback.
 A gate is immutable: `check` and `measured` return the next gate. Ranks with equal inputs make equal decisions.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from statistics import median
+from statistics import median, stdev
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -24,7 +26,16 @@ from numpy.typing import ArrayLike
 
 from balancing.pipeline.stage_plan import StagePlan
 
-__all__ = ["Decision", "Gate", "GateConfig", "LayerMove", "Predicted", "layer_moves", "migration_seconds"]
+__all__ = [
+    "Decision",
+    "Gate",
+    "GateConfig",
+    "LayerMove",
+    "Predicted",
+    "layer_moves",
+    "migration_seconds",
+    "noise_of_gain",
+]
 
 
 @dataclass(frozen=True)
@@ -68,11 +79,18 @@ class Predicted(NamedTuple):
 
     now, then: under the plan in force, and under the candidate.
     previous: under the plan before the move under watch (`Gate.watching`).
+    noise: standard error of now - then (`noise_of_gain`).
     """
 
     now: float
     then: float
     previous: float | None = None
+    noise: float = 0.0
+
+
+def noise_of_gain(gains: Sequence[float]) -> float:
+    """The standard error of the mean of gains, one for the costs of each measured iteration; 0 for a single one."""
+    return stdev(gains) / len(gains) ** 0.5 if len(gains) > 1 else 0.0
 
 
 @dataclass(frozen=True)
@@ -127,7 +145,7 @@ class Gate:
         migration: seconds that the move takes.
         left: iterations until training ends.
         """
-        config, (now, then, previous_now) = self.config, predicted
+        config, (now, then, previous_now, noise) = self.config, predicted
         latest = self.steps[len(self.steps) - self.fresh :] if now > 0 else ()
         ratios = (*self.ratios, *(seconds / now for seconds in latest))[-config.watch :]
         self = replace(self, fresh=0, ratios=ratios)
@@ -153,6 +171,8 @@ class Gate:
             return keep("the plan in force is the best one")
         if gain < config.min_gain * now or gain <= 0:
             return keep(f"gains {gain / now if now > 0 else 0:.1%} of a step, less than {config.min_gain:.1%}")
+        if gain <= 2 * noise:
+            return keep(f"gains {gain / now:.1%} of a step, measured to no more than {2 * noise / now:.1%}")
         horizon = config.horizon if left is None else min(config.horizon, left)
         if gain * horizon <= migration:
             return keep(f"gains {gain * horizon:.4g} s in {horizon} iterations, the move takes {migration:.4g} s")

@@ -12,6 +12,7 @@ from balancing.layers import (
     StagePlan,
     layer_moves,
     migration_seconds,
+    noise_of_gain,
     over_ranks,
     plan_stages,
 )
@@ -22,9 +23,21 @@ OLD, NEW, OTHER = (StagePlan.from_counts(((a,), (8 - a,))) for a in (4, 5, 6))
 CONFIG = GateConfig(min_gain=0.02, interval=10, horizon=100, watch=3, slower=0.02)
 
 
-def run(gate, iteration, *, seconds=1.0, then=0.8, now=1.0, candidate=NEW, migration=1.0, previous_now=None, **more):
+def run(
+    gate,
+    iteration,
+    *,
+    seconds=1.0,
+    then=0.8,
+    now=1.0,
+    candidate=NEW,
+    migration=1.0,
+    previous_now=None,
+    noise=0.0,
+    **more,
+):
     """One iteration: decide before it, then measure it."""
-    gate, decision = gate.check(iteration, candidate, Predicted(now, then, previous_now), migration, **more)
+    gate, decision = gate.check(iteration, candidate, Predicted(now, then, previous_now, noise), migration, **more)
     return gate.measured(iteration, seconds), decision
 
 
@@ -48,6 +61,7 @@ def test_the_gate_of_a_training_run():
         ({"candidate": OLD}, "is the best one"),
         ({"then": 0.99}, "gains 1.0% of a step, less than 2.0%"),
         ({"then": 1.2}, "less than 2.0%"),
+        ({"noise": 0.1}, "gains 20.0% of a step, measured to no more than 20.0%"),
         ({"migration": 20.0}, "gains 20 s in 100 iterations, the move takes 20 s"),
         ({"left": 5}, "gains 1 s in 5 iterations, the move takes 1 s"),
         ({"now": 0.0, "then": 0.0}, "less than"),
@@ -118,6 +132,27 @@ def test_a_drift_is_no_reason_to_go_back():
         if decision.action == "move":
             moved_at = iteration
     assert moved_at == 6 and gate.plan == NEW and gate.previous is None
+
+
+@pytest.mark.parametrize(("first", "share"), [(1.0, (0.0, 0.03)), (4.0, (0.9, 1.0))], ids=["even", "uneven"])
+def test_noise_moves_no_layers_and_hides_no_imbalance(first, share):
+    """16 layers on two stages, the first four `first` times as long, measured in eight iterations to half a layer. By
+    `min_gain` of 1 % alone noise would move layers in a tenth of all runs."""
+    old, moves, by_mean = StagePlan.from_counts(((8,), (8,))), 0, 0
+    layers, generator = np.where(np.arange(16) < 4, first, 1.0), np.random.default_rng(0)
+    for _ in range(100):
+        costs = layers * np.maximum(generator.normal(1, 0.5, (8, 16)), 0.01)
+        new = plan_stages(costs.mean(0), 2)
+
+        def slowest(cost: np.ndarray, plan: StagePlan) -> float:
+            return float(np.bincount(plan.stage_of, cost).max())
+
+        now, then = (slowest(costs.mean(0), plan) for plan in (old, new))
+        noise = noise_of_gain([slowest(cost, old) - slowest(cost, new) for cost in costs])
+        _, decision = Gate(GateConfig(0.01, 10), old).check(8, new, Predicted(now, then, None, noise), 0.0)
+        moves += decision.action == "move"
+        by_mean += now - then > 0.01 * now
+    assert share[0] <= moves / 100 <= share[1] and by_mean >= 10
 
 
 def test_a_slow_first_iteration_is_not_held_against_a_move():

@@ -22,6 +22,7 @@ from balancing.layers import (
     Predicted,
     StagePlan,
     migration_seconds,
+    noise_of_gain,
     plan_partition,
     plan_pipeline,
     stage_memory,
@@ -42,6 +43,7 @@ __all__ = ["Choice", "LayerPlanner", "usable_memory"]
 # The assumed bandwidth (bytes/s) and fixed seconds of a move until one was measured: slow, so that the first one needs
 # a clear gain.
 _BANDWIDTH, _FIXED_SECONDS = 1e9, 1.0
+_MOST_COMPARED = 16  # iterations whose costs tell how sure a gain is
 _SPARE = 0.05  # fraction of usable device memory that plans leave free, for fragmentation
 
 
@@ -132,7 +134,7 @@ class LayerPlanner:
     def choose(self, iteration: int) -> Choice:
         """Plan from all measurements and decide, before `iteration`, whether layers move."""
         begin = time.perf_counter()
-        steps, peaks = self._exchange()
+        steps, peaks, single = self._exchange()
         cost = self.costs.cost
         profiled = time.perf_counter()
         plan = self._mover.plan
@@ -144,10 +146,14 @@ class LayerPlanner:
                 seconds *= now / self._step_seconds(cost, plan, micro_batches)
             gate = gate.measured(measured, seconds)
         previous = self._step_seconds(cost, gate.watching) if gate.watching else None
+        noise = 0.0
+        if candidate.chunks != plan.chunks:
+            some = single[:: -(-len(single) // _MOST_COMPARED)]
+            noise = noise_of_gain([self._step_seconds(c, plan) - self._step_seconds(c, candidate) for c in some])
         self._gate, decision = gate.check(
             iteration,
             candidate,
-            Predicted(now, then, previous),
+            Predicted(now, then, previous, noise),
             migration_seconds(plan, candidate, self._layer_bytes(), self._bandwidth, fixed=self._fixed),
             left=None if self._iterations is None else self._iterations - iteration,
         )
@@ -165,22 +171,24 @@ class LayerPlanner:
     def advise(self) -> tuple[StagePlan, float, float]:
         """The best plan for the measured costs, whatever its move would cost; and predicted seconds of a step under the
         current plan and under the best one. All ranks call it together."""
-        _, peaks = self._exchange()
+        _, peaks, _ = self._exchange()
         cost = self.costs.cost
         best = self._plan(cost, peaks)
         return best, self._step_seconds(cost, self._mover.plan), self._step_seconds(cost, best)
 
-    def _exchange(self) -> tuple[list[tuple[int, float, int]], np.ndarray]:
+    def _exchange(self) -> tuple[list[tuple[int, float, int]], np.ndarray, list[LayerSeconds]]:
         """Add the measurements of all ranks since the last decision to the average.
 
-        Returns [(iteration, seconds, micro-batches)], and the peak bytes of a rank of each stage.
+        Returns [(iteration, seconds, micro-batches)], the peak bytes of a rank of each stage, and the costs of each of
+        these iterations.
         """
         place = mpu.get_pipeline_model_parallel_rank(), mpu.get_expert_data_parallel_rank()
         every = self._mover.gather((place, np.stack(self._seconds), self._steps, torch.cuda.max_memory_allocated()))
         # If micro-batches alternate, spans are of parts of layers, which wait for no other rank.
         tells_waiting = is_cpu() or self._model.overlap_moe_expert_parallel_comm
         measured, experts = [seconds for _, seconds, _, _ in every], [group for (_, group), *_ in every]
-        for cost in join_ranks(measured, experts, tells_waiting=tells_waiting):
+        single = join_ranks(measured, experts, tells_waiting=tells_waiting)
+        for cost in single:
             self.costs.add(cost)
         steps = [
             (iterations[0][0], max(seconds for _, seconds, _ in iterations), iterations[0][2])
@@ -190,7 +198,7 @@ class LayerPlanner:
         for (stage, _), _, _, peak in every:
             peaks[stage] = max(peaks[stage], peak)
         self.forget()
-        return steps, peaks
+        return steps, peaks, single
 
     def _plan(self, cost: LayerSeconds, peaks: np.ndarray) -> StagePlan:
         plan, micro_batches = self._mover.plan, get_num_microbatches()
