@@ -3,8 +3,10 @@
 import contextlib
 import io
 import json
+from dataclasses import replace
 from typing import Any
 
+from balancing.cluster import Cluster
 from balancing.report import measured_lines
 from tests.experts.test_training import BASE
 from tests.support.corpus import heavy_tailed, write_documents
@@ -48,7 +50,9 @@ def test_documents_are_planned_by_what_an_earlier_run_measured(pool, tmp_path):
     flags = f"--context-parallel-size 2 --balance-sequences --cluster auto --balance-report {report} {OFTEN}"
     first, again = (pool.run(2, _train, [*base, *flags.split()]) for _ in range(2))
     assert _kinds(report) == {("cpu", "forward"), ("cpu", "backward")}
-    assert "--cluster auto: measured attention by cpu" in again[0][1] and "TFLOP/s forward / backward" in again[0][1]
+    assert "> rates: --cluster auto, measured attention by cpu" in again[0][1]
+    assert "TFLOP/s forward / backward" in again[0][1]
+    assert "> rates: those of a h200-8x400g, of its data sheet, not measured" in first[0][1]
     assert "--cluster auto" not in first[0][1], "loaders plan ahead, so nothing changes in the middle of a run"
     alone = train(pool, 1, base=base, parameters=True)
     for runs in (first, again):
@@ -67,3 +71,16 @@ def test_bad_input(pool, tmp_path):
         "wrong": (f"--cluster {record}", "measured calls of fa2/up", "name another report"),
     }
     assert_refused(pool, [*MODEL, *MOCK_DATA], cases)
+
+
+def test_what_is_measured_and_what_is_not_is_said(monkeypatch):
+    from balancing.experts.config import ExpertConfig
+    from megatron.balanced.trainer import config
+
+    monkeypatch.setattr(config, "is_cpu", lambda: False)
+    given = replace(config.BalanceConfig(), cluster="h100-8x400g")
+    h100 = Cluster.preset("h100-8x400g")
+    assert config.rates_line(given, h100).startswith("rates: --cluster h100-8x400g, measured on one H100 80GB HBM3")
+    h200 = config.rates_line(replace(config.BalanceConfig(), experts=ExpertConfig(enabled=True)), None)
+    assert h200.startswith("rates: those of a h200-8x400g, not measured: ")
+    assert h200.endswith("; transfers of replicas have no price; --cluster auto takes what this job measures")

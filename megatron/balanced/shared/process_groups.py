@@ -13,6 +13,7 @@ from balancing.launch import detect_launch
 from balancing.messages import connect
 
 __all__ = [
+    "DEFAULT_MACHINE",
     "SocketLimitError",
     "cluster_of",
     "default_machine",
@@ -22,6 +23,7 @@ __all__ = [
     "split_group",
 ]
 
+DEFAULT_MACHINE = "h200-8x400g"  # a preset
 _SPARE_FILES = 256  # files that a rank may open in addition to the sockets of a new group
 _OPTIONS = ("cga_cluster_size", "max_ctas", "min_ctas", "net_name")  # NCCL options that a user can set
 
@@ -47,7 +49,7 @@ def cluster_of(ranks: list[int], cluster: Cluster | None) -> Cluster:
 
 def default_machine(*, on_cpus: bool) -> Cluster:
     """A node for plans without `--cluster`."""
-    return Cluster.sheet("h200-8x400g") if on_cpus else Cluster.preset("h200-8x400g")
+    return Cluster.sheet(DEFAULT_MACHINE) if on_cpus else Cluster.preset(DEFAULT_MACHINE)
 
 
 def duplicate_group(group: dist.ProcessGroup, timeout_minutes: float, *, on_host: bool = False) -> dist.ProcessGroup:

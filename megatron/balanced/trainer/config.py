@@ -20,10 +20,18 @@ from balancing.sequences.config import SequenceConfig
 from balancing.settings import SettingError, check_settings, setting
 from balancing.trials import TrialConfig
 from megatron.balanced.cpu.device import is_cpu
-from megatron.balanced.shared.process_groups import default_machine
+from megatron.balanced.shared.process_groups import DEFAULT_MACHINE, default_machine
 from megatron.balanced.trainer.config_file import fields_of_file, read_file
 
-__all__ = ["AUTO", "BalanceConfig", "ReportConfig", "add_flags", "cluster_from_flags", "config_from_flags"]
+__all__ = [
+    "AUTO",
+    "BalanceConfig",
+    "ReportConfig",
+    "add_flags",
+    "cluster_from_flags",
+    "config_from_flags",
+    "rates_line",
+]
 
 AUTO = "auto"  # of --cluster
 
@@ -205,6 +213,25 @@ def _section(args: argparse.Namespace, section: str, given: dict[str, _Given]) -
     for field, _, argument in _flags(kind):
         setattr(args, argument, getattr(config, field.name))
     return config
+
+
+def rates_line(config: BalanceConfig, cluster: Cluster | None) -> str:
+    """What experts and sequences are planned by, and whether that was measured.
+
+    cluster: of `cluster_from_flags`.
+    """
+    rates = (cluster or default_machine(on_cpus=is_cpu())).rates
+    if rates is None:
+        how = "of its data sheet, not measured"
+    elif rates.source.startswith("measured"):  # by a job
+        how = rates.source
+    else:
+        how = f"{'measured on' if rates.measured else 'not measured:'} {rates.source}"
+    line = f"rates: --cluster {config.cluster}, {how}"
+    if cluster is None:
+        line = f"rates: those of a {DEFAULT_MACHINE}, {how}"
+        line += "; transfers of replicas have no price" * config.experts.enabled
+    return line if config.cluster is not None else f"{line}; --cluster auto takes what this job measures"
 
 
 def cluster_from_flags(config: BalanceConfig, world_size: int) -> Cluster | None:

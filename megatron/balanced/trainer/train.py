@@ -42,7 +42,7 @@ from megatron.balanced.trainer.checks.checkpoints import (
     nothing_to_load,
 )
 from megatron.balanced.trainer.checks.sequences import steps_ahead
-from megatron.balanced.trainer.config import AUTO, BalanceConfig, cluster_from_flags
+from megatron.balanced.trainer.config import AUTO, BalanceConfig, cluster_from_flags, rates_line
 from megatron.balanced.trainer.data import forward_step, is_packed, train_valid_test_datasets
 from megatron.balanced.trainer.dry_run import assumes_gpus, plan_lines
 from megatron.balanced.trainer.kernels import kernels_line
@@ -130,8 +130,8 @@ def _features(
     """The callbacks of the features that are on, of the model's extension and of the caller, in the order in which
     their steps begin; the provider of datasets; the forward step."""
     cluster = cluster_from_flags(config, args.world_size)
-    if config.cluster == AUTO and cluster is not None and cluster.rates is not None:
-        print_rank_0(f"> --cluster auto: {cluster.rates.source}")
+    if config.experts.enabled or config.sequences.enabled:
+        print_rank_0(f"> {rates_line(config, cluster)}")
     job = Job(args.seq_length, args.micro_batch_size, args.distributed_timeout_minutes, recaptures=True)
     features: list[StepCallback | Callable] = []
     observer = tokens = None
