@@ -6,9 +6,11 @@ runs a few of them, and all of them within twelve days.
 """
 
 import importlib
+import os
 import re
 import runpy
 import shlex
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -234,6 +236,28 @@ def test_a_short_form_runs(program, form, files, monkeypatch, capsys):
         code = ended.code or 0
     said = capsys.readouterr()
     assert code in form.codes and said.out, said.err
+
+
+def test_the_training_that_the_readme_prints_trains_and_is_reported(tmp_path):
+    """Two steps on a corpus of this repository's own source."""
+    block = re.search(
+        r"^```bash\n(python scripts/prepare_data.*?)^```", (REPOSITORY / "README.md").read_text(), re.M | re.S
+    )
+    assert block is not None
+    shown = (
+        block[1].split("#")[0].replace("--stdlib", f"--input {REPOSITORY / 'balancing'}") + block[1].partition("\n")[2]
+    )
+    shown = shown.replace("runs/", f"{tmp_path}/").replace(
+        "--balance all", "--train-iters 2 --device cpu --balance all"
+    )
+    assert "pretrain_gpt.py" in shown and "balancing.report" in shown
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-euc", shown], cwd=REPOSITORY, env={**os.environ, "PATH": path}, capture_output=True, text=True,
+        timeout=2 * PATIENCE,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    assert "iteration        2/       2" in done.stdout and "experts" in done.stdout
 
 
 @pytest.mark.parametrize(("program", "form"), _cases(LONG, takes_turns=True))
