@@ -245,10 +245,11 @@ def test_the_training_that_the_readme_prints_trains_and_is_reported(tmp_path):
     )
     assert block is not None
     shown = (
-        block[1].split("#")[0].replace("--stdlib", f"--input {REPOSITORY / 'balancing'}") + block[1].partition("\n")[2]
+        block[1].split("#")[0].replace("--stdlib", f"--input {REPOSITORY / 'balancing'} --glob '*.py'")
+        + block[1].partition("\n")[2]
     )
     shown = shown.replace("runs/", f"{tmp_path}/").replace(
-        "--balance all", "--train-iters 2 --device cpu --balance all"
+        "--balance all", "--train-iters 2 --log-interval 1 --balance all"
     )
     assert "pretrain_gpt.py" in shown and "balancing.report" in shown
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
