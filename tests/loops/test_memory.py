@@ -83,7 +83,7 @@ def _moves() -> tuple[list[int], int]:
         experts._planner.wait()
         if number % 2 == 0:
             held.append(held_bytes())
-        layers.move("Et|tttL" if number % 2 == 0 else "Ett|ttL")
+        layers.move("Ettt|tL" if number % 2 == 0 else "Et|tttL")  # two layers at once
     return held, sum(plan.placed.replicas for plan in experts._plans.values())
 
 
