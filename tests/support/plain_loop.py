@@ -65,6 +65,10 @@ def train(
         return SimpleNamespace(schedule=lambda run: run, after_step=lambda: None)
 
     example.build, example.Balancers = remember, join_some
-    for name in {*ALL} - {*balancers}:
-        setattr(example, f"{name.capitalize().removesuffix('s')}Balancer", Without)
+    if "experts" not in balancers:
+        example.ExpertBalancer = Without
+    if "sequences" not in balancers:
+        example.SequenceBalancer = Without
+    if "layers" not in balancers:
+        example.LayerBalancer = Without
     return example.train(steps, folder)
