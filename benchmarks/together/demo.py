@@ -28,7 +28,7 @@ BUSY = 3  # exit code
 _SHARE = 0.05  # of a step
 _MORE = 1.3  # times the host's work of a quick step: at most that of a step that counts
 _TRIED = 0.1  # seconds of a layer, to measure the machine
-_SHORTEST, _LONGEST = 8.0, 36.0  # seconds of a step of the limit
+_SHORTEST, _LONGEST = 8.0, 60.0  # seconds of a step of the limit
 _STEPS = 11  # as many steps of the limit take as long as all runs
 _ALONE = ("layers", "sequences", "experts")
 
