@@ -19,7 +19,7 @@ from tests.support.training import EXACT, MOCK_DATA, MODEL, RankRun, assert_clos
 
 EXPERTS = (
     "--swiglu --disable-bias-linear --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 32 "
-    "--num-layers 2 --global-batch-size 8 --expert-model-parallel-size 2"
+    "--num-layers 2 --expert-model-parallel-size 2"
 )
 BASE = [*MODEL, *MOCK_DATA, *EXACT, *EXPERTS.split(), *"--train-iters 50".split()]
 SEVERAL = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 4096"

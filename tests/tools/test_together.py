@@ -69,7 +69,7 @@ def test_steps_count_behind_those_that_warm_up():
 def test_a_busy_machine_is_told_in_one_line(tmp_path, monkeypatch, capsys):
     from benchmarks.together import demo
 
-    monkeypatch.setattr(demo, "_own_seconds", lambda cluster, folder: 2.0)
+    monkeypatch.setattr(demo, "_own_seconds", lambda cluster, folder: 3.0)
     assert demo.demonstrate(tmp_path, short=False) == demo.BUSY
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "too busy" in said and not list(tmp_path.iterdir())
