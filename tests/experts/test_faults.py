@@ -175,9 +175,9 @@ def _plant_death(method: str, iteration: int) -> None:
         return begin_step(*args, **kwargs)
 
     @functools.wraps(transfer)
-    def transfer_and_die(slots: ReplicaSlots, layer: int, *args: Any) -> None:
-        transfer(slots, layer, *args)
-        if iterations >= iteration and 0 <= layer < len(slots.homes.parameters) and slots.is_used(layer):
+    def transfer_and_die(slots: ReplicaSlots, number: int, *args: Any, **named: Any) -> None:
+        transfer(slots, number, *args, **named)
+        if iterations >= iteration and 0 <= number < len(slots.homes.parameters) and slots.is_used(number):
             os.kill(os.getpid(), signal.SIGKILL)
 
     ReplicaSlots.begin_step = begin
