@@ -22,6 +22,7 @@ from tests.support.tiers import is_thorough
 
 DEFAULT_SECONDS = 3 * PATIENCE
 _BEGIN = time.monotonic()
+MORE = 1.3  # times the minutes of the second tier: those of the first one
 SHARE = 5  # of so many tests that only --exhaustive runs, --sample runs one
 TURNS = 12  # days in which --sample, whose seed is a day, runs all tests that take turns
 # The files of a scope are one worker's, since starting the ranks of `engine` and of `bridge` takes long.
@@ -48,8 +49,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--minutes",
         type=float,
-        help="the first tier, then the files of the second one in an order that --sample draws, of which none begins a "
-        "test after so many minutes; what had no turn is skipped and says so",
+        help="the first tier, then the files of the second one in an order that --sample draws. After so many minutes none "
+        f"of the second tier begins, after {MORE} times as many none of the first. What had no turn is skipped and says so",
     )
 
 
@@ -197,8 +198,10 @@ def _limit(item: pytest.Item) -> Iterator[None]:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
     minutes = item.config.getoption("minutes")
-    if minutes is not None and item.get_closest_marker("thorough") and time.monotonic() - _BEGIN > 60 * minutes:
-        pytest.skip(f"had no turn in {minutes:g} minutes")
+    if minutes is not None:
+        most = minutes if item.get_closest_marker("thorough") else MORE * minutes
+        if time.monotonic() - _BEGIN > 60 * most:
+            pytest.skip(f"had no turn in {most:g} minutes")
     with _limit(item):
         return (yield)
 
