@@ -49,8 +49,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--minutes",
         type=float,
-        help="the first tier, then the files of the second one in an order that --sample draws. After so many minutes none "
-        f"of the second tier begins, after {MORE} times as many none of the first. What had no turn is skipped and says so",
+        help="the first tier, then the files of the second one in an order that --sample draws. After so many minutes "
+        f"no test of the second tier begins, after {MORE} times as many none of the first. What had no turn says so",
     )
 
 
