@@ -6,7 +6,7 @@ its planner's rule for dividing tokens over instances, so `split_tokens` works w
 """
 
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Literal, assert_never, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -96,9 +96,10 @@ def plan_replicas_layers(
     alone = ReplicaPlacement(homes, np.full((ranks, slots), -1), "level", *nodes)
     if method == "none" or slots == 0 or ranks == 1:
         return (alone,) * len(loads)
+    planned: Sequence[ReplicaPlacement]
     if method == "quota":
         planned = QuotaPlanner(cluster, homes, slots, shape, window or TransferWindow(), drift)(loads)
-    else:
+    elif method == "prophet":
         hidden_under = window.hidden_under if window else None
         planned = [
             ReplicaPlacement(
@@ -106,6 +107,8 @@ def plan_replicas_layers(
             )
             for load in loads
         ]
+    else:
+        assert_never(method)
     return tuple(
         placement if min_gain <= 0 or _gain(load, placement, alone, drift) >= min_gain else alone
         for load, placement in zip(loads, planned, strict=True)
