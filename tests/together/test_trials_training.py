@@ -42,9 +42,10 @@ def _used(folder) -> dict[int, bool]:
     ids=["EP 2, resident slots", "buckets, PP 2, shared slots"],
 )
 def test_trials_change_no_number(pool, tmp_path, flags, mode):
+    ranks, flags = 8 if flags else 4, f"{flags} --global-batch-size 8"  # two groups plan apart, on two micro-batches
     balance = f"--balance-experts {settings('experts', replica_mode=mode)} {TRIALS} --balance-report {tmp_path}"
-    run = train(pool, 4, f"{flags} {balance}", base=BASE, parameters=True)
-    assert_close(run, train(pool, 4, flags, base=BASE, parameters=True))
+    run = train(pool, ranks, f"{flags} {balance}", base=BASE, parameters=True)
+    assert_close(run, train(pool, ranks, flags, base=BASE, parameters=True))
     used = _used(tmp_path)
     assert sum(used.get(iteration, False) for iteration in range(3, 29)) > 9, (
         "replicas were hardly used, so nothing was tested"
