@@ -52,7 +52,7 @@ def test_documents_are_planned_by_what_an_earlier_run_measured(pool, tmp_path):
     assert _kinds(report) == {("cpu", "forward"), ("cpu", "backward")}
     assert "> rates: --cluster auto, measured attention by cpu" in again[0][1]
     assert "TFLOP/s forward / backward" in again[0][1]
-    assert "> rates: those of a h200-8x400g, of its data sheet, not measured" in first[0][1]
+    assert "> rates: those of CPU cores over gloo, one for attention of any length, not measured here" in first[0][1]
     assert "--cluster auto" not in first[0][1], "loaders plan ahead, so nothing changes in the middle of a run"
     alone = train(pool, 1, base=base, parameters=True)
     for runs in (first, again):
@@ -77,6 +77,9 @@ def test_what_is_measured_and_what_is_not_is_said(monkeypatch):
     from balancing.experts.config import ExpertConfig
     from megatron.balanced.trainer import config
 
+    monkeypatch.setattr(config, "is_cpu", lambda: True)
+    assert config.default_machine(on_cpus=True).flops < 1e12, "no GPU is the price of a CPU's plans"
+    assert config.rates_line(config.BalanceConfig(), None).startswith("rates: those of CPU cores over gloo, one for")
     monkeypatch.setattr(config, "is_cpu", lambda: False)
     given = replace(config.BalanceConfig(), cluster="h100-8x400g")
     h100 = Cluster.preset("h100-8x400g")

@@ -222,14 +222,14 @@ def rates_line(config: BalanceConfig, cluster: Cluster | None) -> str:
     """
     rates = (cluster or default_machine(on_cpus=is_cpu())).rates
     if rates is None:
-        how = "of its data sheet, not measured"
+        how = "one for attention of any length, not measured here"
     elif rates.source.startswith("measured"):  # by a job
         how = rates.source
     else:
         how = f"{'measured on' if rates.measured else 'not measured:'} {rates.source}"
     line = f"rates: --cluster {config.cluster}, {how}"
     if cluster is None:
-        line = f"rates: those of a {DEFAULT_MACHINE}, {how}"
+        line = f"rates: those of {'CPU cores over gloo' if is_cpu() else f'a {DEFAULT_MACHINE}'}, {how}"
         line += "; transfers of replicas have no price" * config.experts.enabled
     return line if config.cluster is not None else f"{line}; --cluster auto takes what this job measures"
 
