@@ -325,8 +325,8 @@ class Trials:
         """The balancers that step `iteration` leaves out."""
         return self.schedule.left_out(iteration, self.off(iteration))
 
-    def is_odd(self, iteration: int) -> bool:
-        """Whether `iteration` runs otherwise than the steps around it."""
+    def is_perturbed(self, iteration: int) -> bool:
+        """True for a step that runs differently from a normal one."""
         return self.left_out(iteration) != self.off(iteration)
 
     def is_trial(self, iteration: int) -> bool:

@@ -122,7 +122,7 @@ def _count_balancers() -> tuple[_Count, _Count]:
     count = _Count()
     for owner in (observer.Observer, layers.LayerBalancer, sequences.SequenceBalancer, experts.ExpertBalancer):
         for name in vars(callbacks.StepCallback):
-            if not name.startswith("_") and name in vars(owner):
+            if not name.startswith("_") and callable(vars(owner).get(name)):
                 count.wrap(owner, name)
     for name in ("enter", "leave"):
         count.wrap(timing_hooks._Part, name)
@@ -151,7 +151,6 @@ def _train(argv: list[str], figures: Path) -> None:
     from megatron.training import training
 
     from megatron.balanced.experts.moe_layer import BalancedMoELayer
-    from megatron.balanced.shared import callbacks
     from megatron.balanced.trainer import train
 
     count, reading = _count_balancers()
@@ -164,7 +163,6 @@ def _train(argv: list[str], figures: Path) -> None:
     def timed(*given: Any, **named: Any) -> Any:
         if not left:
             left.extend(["train_step"] * (training.train_step is not timed))
-            left.extend(type(callback).__name__ for callback in callbacks.registered)
         times.append((count.seconds, reading.seconds))
         found = step(*given, **named)
         layers = [layer for chunk in given[2] for layer in chunk.modules() if isinstance(layer, BalancedMoELayer)]

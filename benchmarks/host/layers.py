@@ -206,10 +206,11 @@ def _dense_layers(*, watched: bool) -> Measured:
 
 def _schedule(*, wrapped: bool) -> Measured:
     """A schedule that does nothing. wrapped: by the callbacks of a loop with no balancer."""
-    from megatron.balanced.shared.callbacks import Callbacks, StepCallback
+    from megatron.balanced.run import Run
+    from megatron.balanced.shared.callbacks import StepCallback
 
     def schedule(**kwargs: Any) -> None:
         return None
 
-    run: Callable[..., Any] = Callbacks([StepCallback()]).within(schedule) if wrapped else schedule
+    run: Callable[..., Any] = Run([StepCallback()]).around(schedule) if wrapped else schedule
     return measure(lambda: run(num_microbatches=1), Counted())

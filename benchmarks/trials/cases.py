@@ -74,11 +74,10 @@ class Watch:
         self._seconds: list[float] = []
         self._left_out: list[frozenset[str]] = []
 
-    def add(self, seconds: float, balancers: Sequence[Any]) -> None:
-        """A step has ended. balancers: all callbacks."""
+    def add(self, seconds: float, left_out: frozenset[str]) -> None:
+        """A step has ended. left_out: the balancers that it ran without."""
         self._seconds.append(seconds)
-        known = (one for one in balancers if getattr(one, "trial_name", None))
-        self._left_out.append(frozenset(one.trial_name for one in known if one.left_out))
+        self._left_out.append(left_out)
 
     def row(self, gains: Mapping[str, Any]) -> dict[str, Any]:
         """Of the table, at the end of the job. gains: those of its trials. Milliseconds are of steps up to EVEN_FROM:

@@ -89,21 +89,21 @@ def _rank(case: Case) -> dict[str, Any]:
 
     use_cpu()
     from megatron.balanced.observe.trials import StepTrials
+    from megatron.balanced.run import Run
     from megatron.balanced.shared.callbacks import StepCallback
 
-    balancers = []
+    run = Run()
     for name in case.expected:
-        balancer = StepCallback()
+        run.add(balancer := StepCallback())
         balancer.trial_name = name
-        balancers.append(balancer)
-    trials = StepTrials(balancers, TrialConfig(), steps=case.steps)
+    trials = StepTrials(run, TrialConfig(), steps=case.steps)
     watch, work, ready = Watch(case, case.steps, TrialConfig()), Work(case, dist.get_rank()), torch.zeros(1)
     for iteration in range(case.steps):
         trials.begin_step(iteration, None)
         begin = time.perf_counter()
-        pace(work.of(iteration, frozenset(str(one.trial_name) for one in balancers if one.left_out)))
+        pace(work.of(iteration, run.left_out))
         dist.all_reduce(ready)  # as gradients, which all ranks wait for
-        watch.add(time.perf_counter() - begin, balancers)
+        watch.add(time.perf_counter() - begin, run.left_out)
         trials.end_step()
     trials.end_training()
     return watch.row(trials.gains)

@@ -102,7 +102,7 @@ def run_job(case: Case, args: Any, config: Any) -> dict[str, Any]:
     from megatron.core.transformer.moe.router import TopKRouter
 
     from megatron.balanced.observe.trials import StepTrials
-    from megatron.balanced.shared.callbacks import StepCallback, registered
+    from megatron.balanced.shared.callbacks import StepCallback
     from megatron.balanced.trainer.train import train
 
     rows: list[dict[str, Any]] = []
@@ -131,13 +131,13 @@ def run_job(case: Case, args: Any, config: Any) -> dict[str, Any]:
 
         def end_step(self) -> None:
             self._seconds.append(time.perf_counter() - self._begin)
-            self._watch.add(self._seconds[-1], list(registered))
+            self._watch.add(self._seconds[-1], self.run.left_out)
 
         def end_training(self) -> None:
             if self._bursts is not None:
                 self._bursts.kill()
                 self._bursts.wait()
-            (trials,) = (one for one in registered if isinstance(one, StepTrials))
+            (trials,) = (one for one in self.run.first if isinstance(one, StepTrials))
             rows.append(self._watch.row(trials.gains))
 
         def _route(self, gating: Callable[[torch.Tensor], torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,7 @@ from examples.dynamic_models.config import DynamicsConfig
 from examples.dynamic_models.layer import DynamicLayer
 from examples.dynamic_models.plasticity import Plasticity
 from examples.dynamic_models.schemes.freezing import PlasticityFreezer, scheduled_prefix
-from megatron.balanced.shared.callbacks import StepCallback, trained
+from megatron.balanced.shared.callbacks import StepCallback
 from megatron.balanced.shared.optimizer_state import Part, parts
 
 __all__ = ["Freezing"]
@@ -92,7 +92,7 @@ class Freezing(StepCallback):
 
     def begin_step(self, iteration: int, config: Any) -> None:
         self._iteration = iteration
-        self._optimizer = trained().optimizer
+        self._optimizer = self.run.optimizer
         if self._plasticity is not None:
             self._plasticity.begin_step(iteration)
         frozen = self._prefix(iteration)

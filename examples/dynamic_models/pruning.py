@@ -21,7 +21,7 @@ from balancing.report import event, imbalance
 from examples.dynamic_models.config import DynamicsConfig
 from examples.dynamic_models.schemes.pruning import cubic_sparsity, global_threshold, is_pruning_iteration
 from examples.dynamic_models.schemes.sparse_linear import SparsePattern, sparse_linear
-from megatron.balanced.shared.callbacks import StepCallback, trained
+from megatron.balanced.shared.callbacks import StepCallback
 from megatron.balanced.shared.optimizer_state import parts
 
 __all__ = ["Pruning"]
@@ -77,7 +77,7 @@ class Pruning(StepCallback):
     # Around a step.
 
     def begin_step(self, iteration: int, config: Any) -> None:
-        self._optimizer = trained().optimizer
+        self._optimizer = self.run.optimizer
         final = self.config.prune_sparsity
         if not self.masks and cubic_sparsity(iteration - 1, final=final, **self._schedule) > 0:
             with torch.no_grad():

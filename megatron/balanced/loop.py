@@ -1,7 +1,8 @@
 """Balancers for any loop that trains with `megatron.core`. They take a finished model and wrap the loop's schedule.
 
-Every loop calls a schedule of `megatron.core.pipeline_parallel.schedules`. `Balancers.schedule` wraps that call. Layer
-balancing also needs `Balancers.after_step` after each optimizer step. Nothing else in the loop changes.
+Every loop calls a schedule of `megatron.core.pipeline_parallel.schedules`. `Balancers.schedule` wraps that call in
+`megatron.balanced.run.step`. Layer balancing also needs `Balancers.after_step` after each optimizer step, so that
+layers never move while gradients are accumulated. Nothing else in the loop changes.
 `examples/plain_loop.py` is an example.
 """
 
@@ -17,8 +18,9 @@ from balancing.trials import ClockGain, TrialConfig
 from megatron.balanced.experts.balancer import ExpertBalancer
 from megatron.balanced.layers.balancer import LayerBalancer
 from megatron.balanced.observe.trials import StepTrials
+from megatron.balanced.run import Run, step
 from megatron.balanced.sequences.balancer import SequenceBalancer
-from megatron.balanced.shared.callbacks import Callbacks, StepCallback
+from megatron.balanced.shared.callbacks import StepCallback
 from megatron.balanced.shared.counters import keep_counters_exact
 from megatron.balanced.shared.loss_scale import share_loss_scale
 from megatron.balanced.shared.model_checks import unmark_model
@@ -51,19 +53,18 @@ class Balancers:
         kinds = [type(balancer) for balancer in balancers]
         if len({*kinds}) < len(kinds):
             raise ValueError(f"{kinds[0].__name__} is given twice; a model has one balancer of a kind")
-        self._balancers, self._before = Callbacks(balancers), before
-        if trials is not None:
-            moving = [balancer for balancer in balancers if isinstance(balancer, LayerBalancer)]
-            aside = moving[0].set_aside if moving else None
-            self._balancers.insert(0, StepTrials(balancers, trials, moves=bool(moving), set_aside=aside))
-        chunks = [chunk for balancer in balancers for chunk in getattr(balancer, "chunks", ())]
-        self._chunks = set(map(id, chunks))
-        for chunk in chunks:
+        self._before = before
+        moving = [balancer for balancer in balancers if isinstance(balancer, LayerBalancer)]
+        self._run = run = Run(first=[balancer.observer for balancer in moving])
+        self._trials = None if trials is None else StepTrials(run, trials, moves=bool(moving))
+        run.first += [] if self._trials is None else [self._trials]
+        for chunk in (chunks := [chunk for balancer in balancers for chunk in getattr(balancer, "chunks", ())]):
             keep_counters_exact(chunk.modules())
+        self._chunks = set(map(id, chunks))
+        run.attach([*{id(chunk): chunk for chunk in chunks}.values()])
         for balancer in balancers:
-            if isinstance(balancer, LayerBalancer):
-                balancer.beside[:] = self._balancers
-        self._schedules = 0
+            run.add(balancer)
+        run.next_step = self._steps = 0  # of the optimizer
         self._installed: list[tuple[str, Callable]] = []  # schedules of megatron.core that are wrapped
 
     def schedule(self, forward_backward_func: Callable) -> Callable:
@@ -77,20 +78,18 @@ class Balancers:
                 self._before(kwargs)
             config = get_model_config(_first(kwargs["model"]))
             share_loss_scale(config.grad_scale_func)
-            with schedule_of(kwargs["num_microbatches"]), self._balancers.may_fail():
-                self._balancers.begin_step(self._schedules, config)
-                result = self._balancers.within(forward_backward_func)(*args, **kwargs)
-                self._balancers.end_step()
-            self._schedules += 1
+            self._run.schedule, self._run.data = forward_backward_func, kwargs["data_iterator"]
+            with schedule_of(kwargs["num_microbatches"]), self._run.may_fail():
+                result = step(self._run, config, lambda schedule: schedule(*args, **kwargs))
+            self._run.iteration += 1
             return result
 
         return run
 
     def after_step(self) -> None:
-        """Call this on all ranks after each optimizer step if layers are balanced. Layers may move here."""
-        for balancer in self._balancers:
-            if isinstance(balancer, LayerBalancer):
-                balancer.after_step()
+        """Call this after each optimizer step if layers are balanced. They may move when the next schedule begins."""
+        self._steps += 1
+        self._run.next_step = self._steps
 
     def install(self) -> None:
         """Wrap the schedules inside `megatron.core`, for a loop whose code you cannot edit. Call it before the loop
@@ -103,33 +102,30 @@ class Balancers:
 
     def will_route(self, loads: Sequence[Any]) -> None:
         """Announce the routing of the next training schedule, as `ExpertBalancer.will_route` does."""
-        for balancer in self._balancers:
-            if isinstance(balancer, ExpertBalancer):
-                balancer.will_route(loads)
+        self._run.will_route(loads)
 
     def release(self) -> None:
         """Free the memory of replica slots until `restore`, for example for a rollout. All ranks call it together."""
-        for balancer in self._balancers:
+        for balancer in self._run.balancers:
             if isinstance(balancer, ExpertBalancer):
                 balancer.release()
 
     def restore(self) -> None:
         """Allocate the slots again. All ranks call it together."""
-        for balancer in self._balancers:
+        for balancer in self._run.balancers:
             if isinstance(balancer, ExpertBalancer):
                 balancer.restore()
 
     @property
     def gains(self) -> dict[str, ClockGain]:
         """What each balancer gained by the clock in all trials so far, and "together" if there are several."""
-        found = [callback.gains for callback in self._balancers if isinstance(callback, StepTrials)]
-        return found[0] if found else {}
+        return {} if self._trials is None else self._trials.gains
 
     def close(self) -> None:
         """Undo `install` and free the balancers' memory. The model is plain from now on."""
         while self._installed:
             setattr(schedules, *self._installed.pop())
-        for balancer in self._balancers:
+        for balancer in self._run.balancers:
             if isinstance(balancer, ExpertBalancer | SequenceBalancer | LayerBalancer):
                 balancer.close()
             unmark_model(type(balancer).__name__, getattr(balancer, "chunks", ()))

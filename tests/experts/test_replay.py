@@ -58,13 +58,12 @@ def _routed(argv: list[str], recorded: list | None) -> tuple[RankRun, list, int]
             steps.append([])
             action = RouterReplayAction.RECORD if recorded is None else RouterReplayAction.REPLAY_FORWARD
             RouterReplay.set_global_router_replay_action(action)
-            for balancer in callbacks.registered if recorded is not None else []:
-                if isinstance(balancer, ExpertBalancer):
-                    balancer.will_route([count_routed(torch.stack(step, 1), EXPERTS) for step in recorded[iteration]])
+            if recorded is not None:
+                self.run.will_route([count_routed(torch.stack(step, 1), EXPERTS) for step in recorded[iteration]])
 
         def end_step(self) -> None:
             nonlocal wrong
-            for balancer in callbacks.registered:
+            for balancer in self.run.balancers:
                 if isinstance(balancer, ExpertBalancer):
                     for chunk in balancer._chunk_at.values():
                         for layer in chunk.layers:

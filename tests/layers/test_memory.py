@@ -136,7 +136,6 @@ def test_cached_memory_is_given_back_before_tensors_arrive_and_peaks_start_anew(
 
 def _bytes(argv: list[str]) -> tuple[dict[str, list[float]], dict[int, tuple[float, float]]]:
     """Bytes by layer as plans count them, and as they are in memory: weights with optimizer state, and gradients."""
-    from megatron.balanced.shared import callbacks
     from megatron.balanced.shared.optimizer_state import states_of
 
     counted: dict[str, list[float]] = {}
@@ -145,7 +144,7 @@ def _bytes(argv: list[str]) -> tuple[dict[str, list[float]], dict[int, tuple[flo
     def see(balancer: Any) -> None:
         mover = balancer.mover
         counted.update(travelling=list(mover.travelling_bytes()), resting=list(mover.resting_bytes()))
-        states = states_of(callbacks.trained().optimizer)
+        states = states_of(balancer.run.optimizer)
         for layer in mover.models()[0].decoder.layers:
             resident = sum(p.nbytes for p in layer.parameters())
             resident += sum(t.nbytes for p in layer.parameters() if p in states for t in states[p].tensors.values())

@@ -48,14 +48,13 @@ def _rank(argv: list[str], plans: Any, stay: int) -> tuple[RankRun, dict[str, An
     """Train until the end or a release. Returns the run, the final optimizer state, and the exit code if released."""
     args, config, start = parse(argv)
 
-    from megatron.balanced.shared import callbacks
     from megatron.balanced.shared.optimizer_state import states_of
 
     state: dict[str, Any] = {}
 
     def see(balancer: Any) -> None:
         if balancer.iteration == balancer._planner._iterations - 1:
-            state.update(_state_of(balancer.mover, states_of(callbacks.trained().optimizer)))
+            state.update(_state_of(balancer.mover, states_of(balancer.run.optimizer)))
 
     if plans:
         move_at(plans)

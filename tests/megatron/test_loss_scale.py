@@ -37,7 +37,7 @@ def _scales(argv: list[str], plans: Plans) -> tuple[list[list[dict[str, float]]]
     import torch
     from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 
-    from megatron.balanced.shared.callbacks import StepCallback, trained
+    from megatron.balanced.shared.callbacks import StepCallback
 
     found: list[list[dict[str, float]]] = []
 
@@ -60,7 +60,7 @@ def _scales(argv: list[str], plans: Plans) -> tuple[list[list[dict[str, float]]]
                 kinds[False][0].main_grad.fill_(torch.inf)
 
         def end_step(self) -> None:
-            parts = trained().optimizer.chained_optimizers
+            parts = self.run.optimizer.chained_optimizers
             assert len(parts) == 2
             found.append([{k: float(v) for k, v in part.grad_scaler.state_dict().items()} for part in parts])
 

@@ -52,6 +52,7 @@ def _parsed(flags: str = "") -> tuple[Any, Any]:
 
 def _contract() -> dict[str, str | None]:
     """Target -> what is wrong with it, None when nothing is."""
+    from megatron.balanced.run import Run
     from megatron.balanced.trainer import patches
 
     found: dict[str, str | None] = {}
@@ -60,7 +61,7 @@ def _contract() -> dict[str, str | None]:
             patches.check(patch)
             owner, name = patch.owner()
             original = inspect.getattr_static(owner, name)
-            replaced = tuple(inspect.signature(patch.replacement(original)).parameters)
+            replaced = tuple(inspect.signature(patch.replace(original, Run())).parameters)
             assert callable(original), "not a function"
             assert replaced == patch.signature, f"the replacement takes {replaced}"
             assert len(patch.why) > 20, "no reason given"
@@ -91,6 +92,7 @@ def _installs(together: bool) -> list[str]:
     which micro-batches stay whole, so that messages between stages need nothing."""
     from balancing.layers.config import LayerConfig
     from balancing.sequences.config import SequenceConfig
+    from megatron.balanced.run import Run
     from megatron.balanced.trainer import patches
 
     # Overlapped messages are refused with multi-token prediction of packed documents, which other rows need.
@@ -101,22 +103,22 @@ def _installs(together: bool) -> list[str]:
     dealt = SequenceConfig(enabled=True, micro_batches=True)
     config = dataclasses.replace(config, layers=LayerConfig(enabled=True), sequences=dealt)
     config = dataclasses.replace(config, fill_with_weight_gradients=True)
-    wanted = [patch for patch in patches.PATCHES if patch.needed(args, config)]
+    wanted = [patch for patch in patches.PATCHES if patch.is_needed(args, config, Run())]
     owners = [patch.owner() for patch in wanted]
 
     def state() -> list[Any]:
         return [inspect.getattr_static(owner, name) for owner, name in owners]
 
     originals = state()
-    lines = patches.install(args, config)
+    lines = patches.install(args, config, Run())
     replaced = state()
     assert all(new is not old for new, old in zip(replaced, originals, strict=True))
-    assert patches.install(args, config) == []
+    assert patches.install(args, config, Run()) == []
     assert all(new is old for new, old in zip(state(), replaced, strict=True)), "installed twice"
     patches.uninstall()
     assert all(new is old for new, old in zip(state(), originals, strict=True)), "not put back"
     patches.uninstall()
-    assert patches.install(args, config) == lines
+    assert patches.install(args, config, Run()) == lines
     patches.uninstall()
     assert all(new is old for new, old in zip(state(), originals, strict=True)), "not put back the second time"
     assert [line.split(": ")[0] for line in lines] == [f"patched {patch.target}" for patch in wanted]
@@ -132,12 +134,13 @@ def test_rows_go_on_once_and_come_off(pool, together):
 
 
 def _needed(flags: str) -> list[str]:
+    from megatron.balanced.run import Run
     from megatron.balanced.trainer import patches
 
     args, config = _parsed(flags)
     if flags == GRAPHS:
         args.cuda_graph_impl = "transformer_engine"
-    return [patch.target for patch in patches.PATCHES if patch.needed(args, config)]
+    return [patch.target for patch in patches.PATCHES if patch.is_needed(args, config, Run())]
 
 
 def test_only_what_is_needed_is_patched(pool):
@@ -170,6 +173,7 @@ def test_layers_of_prediction_are_patched_where_their_modules_differ(pool, flags
 
 def _refusal(fault: str) -> str:
     """Install a table whose last row has a fault. Returns what is said of it; nothing may be installed then."""
+    from megatron.balanced.run import Run
     from megatron.balanced.trainer import patches
 
     args, config = _parsed()
@@ -184,9 +188,9 @@ def _refusal(fault: str) -> str:
     patches.PATCHES = (good, bad)
     owner, name = good.owner()
     original = inspect.getattr_static(owner, name)
-    (_, shown) = patches.rows(args, config)
+    (_, shown) = patches.rows(args, config, Run())
     with pytest.raises(ValueError) as refused:
-        patches.install(args, config)
+        patches.install(args, config, Run())
     assert str(refused.value) in shown, "the dry run keeps it to itself"
     assert inspect.getattr_static(owner, name) is original
     assert patches._installed == []

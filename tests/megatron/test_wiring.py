@@ -68,11 +68,10 @@ def test_heads_on_other_ranks_have_masks_of_their_own(pool: Pool) -> None:
 
 
 def _scale_after_a_move(argv: list[str], moves: bool) -> float:
-    from megatron.balanced.shared import callbacks
 
     scales: list[float] = []
     move_at({3: ((1,), (3,))} if moves else {})
-    at_end_of_step(lambda balancer: scales.append(float(callbacks.trained().optimizer.get_loss_scale())))
+    at_end_of_step(lambda balancer: scales.append(float(balancer.run.optimizer.get_loss_scale())))
     train_rank(argv, False)
     return scales[-1]
 

@@ -16,12 +16,12 @@ def move_at(plans: Plans) -> None:
     from balancing.pipeline.stage_plan import StagePlan
     from megatron.balanced.layers import balancer as layers
 
-    def decide(self: Any, iteration: int) -> None:
-        self.iteration = iteration
-        if iteration in plans:
-            self.move_to(StagePlan.from_counts(plans[iteration]))
+    def between_steps(self: Any, step: int) -> None:
+        self.iteration = step
+        if step in plans:
+            self.move_to(StagePlan.from_counts(plans[step]))
 
-    layers.LayerBalancer.decide = decide
+    layers.LayerBalancer.between_steps = between_steps
 
 
 def at_end_of_step(see: Callable[[Any], Any]) -> None:
@@ -39,7 +39,6 @@ def at_end_of_step(see: Callable[[Any], Any]) -> None:
 
 def moving_rank(argv: list[str], plans: Plans) -> tuple[RankRun, dict[str, Any]]:
     """The body of one rank. Returns the run, and this rank's pieces of the optimizer's state."""
-    from megatron.balanced.shared import callbacks
     from megatron.balanced.shared.optimizer_state import states_of
 
     seen: dict[str, Any] = {}
@@ -47,7 +46,7 @@ def moving_rank(argv: list[str], plans: Plans) -> tuple[RankRun, dict[str, Any]]
     def see(balancer: Any) -> None:
         if balancer.iteration == balancer._planner._iterations - 1:
             seen["layers"] = balancer.mover.plan.chunks
-            seen["state"] = _state_of(balancer.mover, states_of(callbacks.trained().optimizer))
+            seen["state"] = _state_of(balancer.mover, states_of(balancer.run.optimizer))
 
     move_at(plans)
     at_end_of_step(see)

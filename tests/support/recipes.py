@@ -143,6 +143,7 @@ def _answer(arguments: Sequence[str], environment: Mapping[str, str]) -> Verdict
 
     environment: with WORLD_SIZE; replaces the launcher's.
     """
+    from megatron.balanced.run import Run
     from megatron.balanced.shared.incompatible import IncompatibleError
     from megatron.balanced.trainer import patches
     from megatron.balanced.trainer.arguments import parse_arguments
@@ -162,7 +163,7 @@ def _answer(arguments: Sequence[str], environment: Mapping[str, str]) -> Verdict
             cause = stopped.__cause__
             why = cause.why if isinstance(cause, IncompatibleError) else {}
             return Verdict(lines[-1].removeprefix("pretrain_gpt.py: error: "), why)
-        report = [*patches.rows(args, config), *plan_lines(args, config)]
+        report = [*patches.rows(args, config, Run()), *plan_lines(args, config)]
     said = out.getvalue().splitlines()
     idle = re.findall(r"has nothing to balance: (.*)", out.getvalue())
     return Verdict(idle="; ".join(idle), report=(*said, *report))

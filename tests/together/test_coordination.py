@@ -63,7 +63,6 @@ def _drifting(argv: list[str]) -> tuple[RankRun, Any]:
     from megatron.balanced.layers import planning
     from megatron.balanced.layers.balancer import LayerBalancer
     from megatron.balanced.sequences.balancer import SequenceBalancer
-    from megatron.balanced.shared.callbacks import registered
     from tests.support.set_clock import SetClock, slow_layers
 
     planning._BANDWIDTH, planning._FIXED_SECONDS = 1e18, 0.0
@@ -81,7 +80,7 @@ def _drifting(argv: list[str]) -> tuple[RankRun, Any]:
         if balancer.iteration == ITERATIONS - 1:
             seen["others"] = balancer._planner._held_by_others()
             seen["slots"], seen["rows"] = {}, 0
-            for each in registered:
+            for each in balancer.run.callbacks:
                 if isinstance(each, ExpertBalancer):
                     for chunk in each._chunk_at.values():
                         for layer, weights in zip(chunk.layers, chunk.slots._weights, strict=True):

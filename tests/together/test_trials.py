@@ -2,7 +2,6 @@
 
 import math
 import pickle
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -259,7 +258,7 @@ def test_the_cost_of_trials_is_what_steps_take_that_run_otherwise_than_decided()
     watch, trials = Watch(case, case.steps, TrialConfig()), Trials(TrialSchedule(["experts"], TrialConfig(), steps=700))
     for iteration in range(case.steps):
         left_out = trials.left_out(iteration)
-        watch.add(0.8 if left_out else 1.0, [SimpleNamespace(trial_name="experts", left_out=bool(left_out)), print])
+        watch.add(0.8 if left_out else 1.0, left_out)
         trials.add(iteration, 0.8 if left_out else 1.0)
         if trials.ends_round(iteration):
             trials.decide(iteration)

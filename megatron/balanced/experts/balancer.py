@@ -40,7 +40,7 @@ from megatron.balanced.experts.planning import (
 from megatron.balanced.experts.quantized_weights import copied_bytes, weight_format
 from megatron.balanced.experts.replay import check_loads, gather_loads
 from megatron.balanced.experts.structure import why_no_replicas
-from megatron.balanced.shared.callbacks import HeldBytes, StepCallback, trained
+from megatron.balanced.shared.callbacks import HeldBytes, StepCallback
 from megatron.balanced.shared.job import Job
 from megatron.balanced.shared.model_checks import check_model, mark_model
 from megatron.balanced.shared.num_microbatches import get_num_microbatches
@@ -282,7 +282,7 @@ class ExpertBalancer(StepCallback):
         )
 
     def use_cluster(self, cluster: Cluster) -> None:
-        """Plans that have been submitted are made as they were begun."""
+        """Plans already submitted still use the old cluster."""
         self._machine = cluster
         self._cluster = cluster_of(dist.get_process_group_ranks(self._process_group), cluster)
         self._planner.use_cluster(cluster, self._cluster)
@@ -304,17 +304,31 @@ class ExpertBalancer(StepCallback):
 
     # Around a step.
 
-    def begin_step(self, iteration: int, config: Any) -> None:
+    def between_steps(self, step: int) -> None:
+        """Layers may move next, so nobody may refer to them."""
+        self._end_abandoned()
+        self._planner.wait()
+
+    def adopt_plans(self) -> None:
         if not self._chunk_at and any(self._layers_of_chunks):
             raise ValueError("the balancer has released its replica slots; call restore() before a training schedule")
-        self._use_replicas(not self.left_out)
-        self._iteration = iteration
         self._end_abandoned()
-        if not self.left_out and self._planner.adopt():
+        if self._planner.adopt():
             check_same_plans([self._plans[layer] for layer in self._layers()], self._hosts)
+
+    def begin_step(self, iteration: int, config: Any) -> None:
+        self._use_replicas(True)
+        self._iteration, self._model_config = iteration, config
         if self._captures:
             self._capture_anew()
-        self._model_config = config
+
+    def skip_step(self) -> None:
+        self._end_abandoned()
+        self._planner.take_waited_ms()  # of plans that a later step adopts
+        self._known = None
+        for chunk in self._chunk_at.values():
+            chunk.leave_out()
+        self._end_plans()
 
     def _end_abandoned(self) -> None:
         """End the transfers of a schedule that has failed. Raises RuntimeError if ranks failed at different places."""
@@ -334,7 +348,7 @@ class ExpertBalancer(StepCallback):
         """Drop the graph of the iteration if a placement has changed on any rank, since all ranks capture together."""
         if self._graph is None:
             self._first = self._iteration
-            self._graph = graph_of_iterations(trained().schedule, self._begin_run)
+            self._graph = graph_of_iterations(self.run.schedule, self._begin_run)
         elif self._is_due(self._iteration - 1):
             changed = any(layer.placement != self._plans[layer].placed for layer in self._layers())
             anywhere = torch.tensor([changed], dtype=torch.int32, device=torch.cuda.current_device())
@@ -347,11 +361,6 @@ class ExpertBalancer(StepCallback):
         return iteration == self._first or (iteration + 1) % self.config.plan_interval == 0
 
     def begin_schedule(self) -> None:
-        if self.left_out:
-            self._known = None
-            for chunk in self._chunk_at.values():
-                chunk.leave_out()
-            return
         self._place_known()
         tables = {}
         for layer in self._layers():
@@ -403,8 +412,6 @@ class ExpertBalancer(StepCallback):
         return None if self._finalize is None else self._finalize(*args, **kwargs)
 
     def end_schedule(self) -> None:
-        if self.left_out:
-            return
         self._model_config.finalize_model_grads_func = self._finalize
         if self._captures and self._is_due(self._iteration):
             for chunk in self._chunk_at.values():
@@ -425,15 +432,18 @@ class ExpertBalancer(StepCallback):
         if self._model_config.cuda_graph_impl != "none":  # a capture may come next, and fails if another thread waits
             self._planner.wait()
         self._tell()
+        self._end_plans()
+
+    def _end_plans(self) -> None:
+        """A step ends, with replicas or without."""
         for plan in self._plans.values():
             plan.age += 1
 
     def _tell(self) -> None:
-        """Report what replicas did in the step, unless it has left them out."""
+        """Report what replicas did in the step."""
         waited_ms = self._planner.take_waited_ms()
         if (
             self._report is None
-            or self.left_out
             or mpu.get_expert_model_parallel_rank()
             or mpu.get_expert_data_parallel_rank()
             or mpu.get_tensor_model_parallel_rank()

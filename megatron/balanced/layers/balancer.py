@@ -7,7 +7,6 @@ the best one and the user allows it, the pipeline gets shorter (`megatron.balanc
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from megatron.balanced.layers.shrink import Repacker
 from megatron.balanced.layers.source import LayerSource
 from megatron.balanced.layers.training_loop import TrainingLoop
 from megatron.balanced.observe.observer import Observer
-from megatron.balanced.shared.callbacks import Callbacks, StepCallback
+from megatron.balanced.shared.callbacks import StepCallback
 from megatron.balanced.shared.job import Job
 from megatron.balanced.shared.log import print_once
 from megatron.balanced.shared.model_checks import check_model, mark_model
@@ -40,9 +39,10 @@ class LayerBalancer(StepCallback):
     """Moves layers of a finished model between its pipeline stages, between two steps. Construct it on all ranks
     together, before the first step.
 
-    Each training schedule of `Balancers` is measured. Every `interval` steps, `Balancers.after_step` decides whether
-    layers move. Moves are unsafe in loops that keep copies of weights by name. There, pass `moves=False` and restart
-    with the layout that `advise` returns.
+    Each training schedule of `Balancers` is measured. Every `interval` steps, before a schedule, all ranks decide
+    whether layers move, so losses and checkpoints of a step belong to the layout before a move. Moves are unsafe in
+    loops that keep copies of weights by name. There, pass `moves=False` and restart with the layout that `advise`
+    returns.
 
     chunks: the model chunks of this rank, each in `DistributedDataParallel`.
     optimizer: from `get_megatron_optimizer`.
@@ -53,11 +53,10 @@ class LayerBalancer(StepCallback):
     overrides: the `config_overrides` passed to `get_megatron_optimizer`.
     steps: number of training steps; None if unknown.
     gloo_groups: the `use_gloo_process_groups` passed to `get_megatron_optimizer`.
-    moves: whether `Balancers.after_step` moves layers.
+    moves: whether layers move.
     on_layout: called with the string of each new layout, for checkpoints.
     report: called on rank 0 for each event, with a function that returns the event.
-    loop: one that calls its callbacks itself, without `Balancers`. Decisions are then made when a step begins, so that
-        losses and checkpoints of a step belong to the layout before a move.
+    loop: what only Megatron-LM's trainer provides.
 
     Raises ValueError for a model or an optimizer whose layers cannot move.
     """
@@ -83,16 +82,14 @@ class LayerBalancer(StepCallback):
         check_model("LayerBalancer", chunks, optimizer, recaptures=facts.recaptures)
         self._config = config = config or LayerConfig(enabled=True)
         model = get_model_config(chunks[0])
-        self._alone = loop is None
-        loop = loop or TrainingLoop(Callbacks([self]), Observer(measures=True), MoveGroups(facts.timeout_minutes))
+        loop = loop or TrainingLoop(Observer(measures=True, watches_entry=True), MoveGroups(facts.timeout_minutes))
         _check(optimizer, config, model, loop)
         self.chunks, self._moves, self._report = list(chunks), moves, report
         self.iteration = 0  # from 0, the step in progress, or else the next one
-        self._first: int | None = None  # the step before which `decide` was first called
+        self._first: int | None = None  # the first step
         self._warm = 0  # the last step that began with new layers
         self._settled = False
         self._micro_batches: tuple[int, ...] = ()  # of the last two schedules; the earlier one has been measured
-        self.beside = loop.callbacks  # all that are told of moves
         pattern = getattr(unwrap_model(self.chunks)[0], "hybrid_layer_pattern", None)
         self._source = LayerSource(model, layer_spec, pattern=pattern)
         if on_layout is not None:
@@ -103,23 +100,18 @@ class LayerBalancer(StepCallback):
                 config, chunks, config_overrides=_as_given(overrides), use_gloo_process_groups=gloo_groups
             )
 
-        self.mover = LayerMover(self.chunks, optimizer, scheduler, new_optimizer, self._source, loop, moves=moves)
+        def listeners() -> list[StepCallback]:
+            return [self] if self.run is None else self.run.callbacks
+
+        self.mover = LayerMover(
+            self.chunks, optimizer, scheduler, new_optimizer, self._source, loop, listeners, moves=moves
+        )
         plan = self.mover.plan
         check_movable(plan, config.planner)
-        self._planner = LayerPlanner(config, self.mover, model, loop, steps)
+        self._planner = LayerPlanner(config, self.mover, model, loop.weight_share, listeners, steps)
         self._repacker = Repacker(config, loop.log_interval)
-        self._observer = loop.observer
-        # `Balancers` calls only balancers, so they pass calls on; other loops call their observer themselves.
-        self._passed_on: StepCallback = loop.observer if self._alone else StepCallback()
-        self._passed_on.attach(self.chunks)
-        self._hooks = [
-            chunk.register_forward_pre_hook(partial(self._enter, number))
-            for number, chunk in enumerate(unwrap_model(self.chunks) if self._alone else [])
-        ]
+        self.observer = loop.observer
         mark_model("LayerBalancer", chunks)
-
-    def _enter(self, number: int, *unused: Any) -> None:
-        self._observer.documents(list, number)
 
     @property
     def layout(self) -> str:
@@ -144,72 +136,41 @@ class LayerBalancer(StepCallback):
 
     def close(self) -> None:
         """Stop measuring. Layers stay where they are."""
-        self._observer.stop_measuring()
-        while self._hooks:
-            self._hooks.pop().remove()
+        self.observer.stop_measuring()
 
     # Around a step.
 
-    def begin_step(self, iteration: int, config: Any) -> None:
-        if not self._alone:
-            self.decide(iteration)
-        self._passed_on.begin_step(self.iteration, config)
-
-    def set_aside(self) -> None:
-        """The next schedule runs otherwise than others, so layers do not move by what it takes."""
-        self._observer.set_aside()
-
-    def begin_schedule(self) -> None:
-        self._passed_on.begin_schedule()
-
-    def end_schedule(self) -> None:
-        self._passed_on.end_schedule()
-
     def end_step(self) -> None:
         self._micro_batches = (*self._micro_batches[-1:], get_num_microbatches())
-        self._passed_on.end_step()
-
-    def abandon_schedule(self) -> None:
-        self._passed_on.abandon_schedule()
-
-    def layer_arrived(self, layer: Any, chunk: int) -> None:
-        self._passed_on.layer_arrived(layer, chunk)
-
-    def after_step(self) -> None:
-        """An optimizer step has ended. Layers may move."""
-        self.iteration += 1
-        if self._micro_batches:
-            with schedule_of(self._micro_batches[-1]):
-                self.decide(self.iteration)
 
     # A decision, and what follows from it.
 
-    def decide(self, iteration: int) -> None:
+    def between_steps(self, step: int) -> None:
         """Use what was measured. Every `interval` steps, decide whether layers move. All ranks call it together, before
-        step `iteration` (from 0), in which `get_num_microbatches` is the number of micro-batches."""
-        self.iteration = iteration
-        if self._observer.measured is not None:
-            measured_step, record = self._observer.measured
+        step `step`, in which `get_num_microbatches` is the number of micro-batches."""
+        self.iteration = step
+        if self.observer.measured is not None:
+            measured_step, record = self.observer.measured
             # The first iteration, and the first after a move, includes warm-up, so its times are not representative.
             if measured_step > self._warm and not self._settled:
                 self._planner.add(measured_step, record, self._micro_batches[0])
         if not self._moves:
             return
         if self._first is None:
-            self._first = self._warm = iteration
-        shorter = self._repacker.due(iteration)
-        since = iteration - self._first
+            self._first, self._warm = step, self.run.iteration
+        shorter = self._repacker.due(step)
+        since = step - self._first
         decides = not self._settled and since and since % self._config.interval == 0
         if shorter is None and decides and self._planner.has_measurements:
-            self._carry_out(self._planner.choose(iteration))
-            shorter = self._repacker.due(iteration)
+            self._carry_out(self._planner.choose(step))
+            shorter = self._repacker.due(step)
         if shorter is not None:
             self.move_to(shorter)
 
     def _carry_out(self, choice: Choice) -> None:
         if self._config.once:
             self._settled = True
-            self._observer.stop_measuring()
+            self.observer.stop_measuring()
             now, then = choice.predicted
             print_once(
                 f"> final layout: {self._source.flag} '{self._source.text(choice.plan)}', predicted to make a step "
@@ -230,7 +191,7 @@ class LayerBalancer(StepCallback):
 
     def move_to(self, plan: StagePlan) -> Moved:
         """Move layers to `plan` now."""
-        self._warm = self.iteration
+        self._warm = self.iteration if self.run is None else self.run.iteration
         self._planner.forget()
         before = self.mover.plan
         moved = self.mover.move(plan)

@@ -56,6 +56,7 @@ from megatron.balanced.layers.source import LayerSource
 from megatron.balanced.layers.stack import stack_of
 from megatron.balanced.layers.structure import BY_HAND, check_end
 from megatron.balanced.layers.training_loop import TrainingLoop
+from megatron.balanced.shared.callbacks import StepCallback
 from megatron.balanced.shared.optimizer_state import (
     ParameterState,
     Taken,
@@ -129,7 +130,8 @@ class LayerMover:
     new_optimizer: builds an optimizer from its config and the chunks, with the arguments that `optimizer` was built
         with.
     source: builds the layers of the model.
-    loop: has the callbacks, which are told of every move, and the process groups.
+    loop: has the process groups.
+    listeners: returns the callbacks that are told of every move.
     moves: whether layers will move. Otherwise the structure of layers is not looked at before a move.
 
     The attribute `plan` is the current plan.
@@ -145,12 +147,13 @@ class LayerMover:
         new_optimizer: Callable[[Any, list[DistributedDataParallel]], ChainedOptimizer],
         source: LayerSource,
         loop: TrainingLoop,
+        listeners: Callable[[], list[StepCallback]],
         *,
         moves: bool = True,
     ) -> None:
         self._chunks, self._source, self._model = chunks, source, source.config
         self._optimizer, self._scheduler, self._new_optimizer = optimizer, scheduler, new_optimizer
-        self._loop, self.gather = loop, loop.groups.gather
+        self._loop, self._listeners, self.gather = loop, listeners, loop.groups.gather
         self._nodes: dict[torch.nn.Parameter, Any] = {}
         loop.groups.connect()
         self._remember_nodes()
@@ -323,7 +326,7 @@ class LayerMover:
         if plan.stages < self.plan.stages:
             shrinking, sizes = self._loop.shrinking, (self.plan.stages, plan.stages)
             assert shrinking is not None
-            departure = shrinking.begin(sizes, self._chunks, self._loop.callbacks, self.gather)
+            departure = shrinking.begin(sizes, self._chunks, self._listeners(), self.gather)
             if departure.leaves:
                 return _After(departure)
             ends = complete_ends(plan.stages, self.models()[0], self._source, shrinking.build)
@@ -370,11 +373,11 @@ class LayerMover:
     def _tell(self, after: _After) -> None:
         """Tell all callbacks what has changed."""
         for layer, chunk in after.arrived:
-            for callback in self._loop.callbacks:
+            for callback in self._listeners():
                 callback.layer_arrived(layer, chunk)
-        for callback in self._loop.callbacks if after.ends else []:
+        for callback in self._listeners() if after.ends else []:
             callback.head_arrived(self.models()[0])
-        for callback in self._loop.callbacks:
+        for callback in self._listeners():
             callback.layers_moved()
 
     def _free_buffers(self) -> None:

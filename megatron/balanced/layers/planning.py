@@ -5,6 +5,7 @@ Every rank adds what it measured. At a decision all ranks exchange their measure
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -34,7 +35,7 @@ from balancing.ranges import named
 from balancing.report import RankRecord
 from megatron.balanced.cpu.device import is_cpu
 from megatron.balanced.layers.mover import LayerMover, Moved
-from megatron.balanced.layers.training_loop import TrainingLoop
+from megatron.balanced.shared.callbacks import StepCallback
 from megatron.balanced.shared.log import print_once
 from megatron.balanced.shared.num_microbatches import get_num_microbatches
 
@@ -75,7 +76,8 @@ class LayerPlanner:
     config: settings of layer balancing.
     mover: has the current plan.
     model: its config.
-    loop: has the callbacks, some of which hold memory.
+    weight_share: as of `TrainingLoop`.
+    listeners: returns the callbacks, some of which hold memory.
     iterations: of the whole training; None if unknown.
 
     The attribute `costs` is the average of all measurements since layers last changed their cost.
@@ -86,11 +88,12 @@ class LayerPlanner:
         config: LayerConfig,
         mover: LayerMover,
         model: TransformerConfig,
-        loop: TrainingLoop,
+        weight_share: float,
+        listeners: Callable[[], list[StepCallback]],
         iterations: int | None,
     ) -> None:
         self.costs = CostAverage(window=config.interval)
-        self._config, self._mover, self._model, self._loop = config, mover, model, loop
+        self._config, self._mover, self._model, self._listeners = config, mover, model, listeners
         self._iterations = iterations
         self._gate: Gate
         self._seconds: list[np.ndarray] = []  # an iteration: [layers + 3, 2, 2]
@@ -98,7 +101,7 @@ class LayerPlanner:
         self._bandwidth, self._fixed = _BANDWIDTH, _FIXED_SECONDS
         in_parts = model.overlap_moe_expert_parallel_comm
         self._schedule = Schedule(
-            group=model.microbatch_group_size_per_vp_stage, in_parts=in_parts, weight_share=loop.weight_share
+            group=model.microbatch_group_size_per_vp_stage, in_parts=in_parts, weight_share=weight_share
         )
         self.restart()
 
@@ -241,7 +244,7 @@ class LayerPlanner:
     def _held_by_others(self) -> np.ndarray:
         """[layers + 1], bytes that other callbacks hold on a rank for each layer, and last, whichever layers it has."""
         needed = np.zeros(self._mover.plan.layers + 1)
-        for callback in self._loop.callbacks:
+        for callback in self._listeners():
             held = callback.held()
             for layer, size in held.layers.items():
                 needed[layer] += size

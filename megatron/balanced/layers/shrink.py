@@ -20,7 +20,7 @@ from balancing.layers import LayerSeconds, Release, StagePlan, choose_repack, re
 from balancing.layers.config import LayerConfig
 from balancing.layers.from_report import RecordedRun, estimate_memory
 from megatron.balanced.layers.move_groups import MoveGroups
-from megatron.balanced.shared.callbacks import Callbacks
+from megatron.balanced.shared.callbacks import StepCallback
 from megatron.balanced.shared.num_microbatches import get_num_microbatches
 
 __all__ = ["Departure", "Repacker", "Shrinking"]
@@ -53,7 +53,7 @@ class Shrinking:
         self,
         stages: tuple[int, int],
         chunks: Sequence[torch.nn.Module],
-        callbacks: Callbacks,
+        callbacks: Sequence[StepCallback],
         gather: Callable[[Any], list[Any]],
     ) -> Departure:
         """Let ranks depart. All ranks call it together. stages: before and after."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core import mpu
 
 from balancing.report import event
-from megatron.balanced.shared.callbacks import StepCallback, trained
+from megatron.balanced.shared.callbacks import StepCallback
 
 __all__ = ["EmptySteps"]
 
@@ -44,7 +44,8 @@ class EmptySteps(StepCallback):
         self._counts.clear()  # the schedule may run twice
 
     def end_step(self) -> None:
-        loss = trained().losses.get("lm loss")
+        losses, *_ = self.run.result  # of Megatron-LM's train_step
+        loss = losses.get("lm loss")
         if loss is None or not self._counts:
             return
         step = _Step(self._iteration, loss.to("cpu", non_blocking=True), torch.stack(self._counts).sum())

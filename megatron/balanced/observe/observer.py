@@ -39,6 +39,7 @@ class Observer(StepCallback):
     interval: iterations from one write to the next.
     measures: whether the layer balancer uses the records.
     splits_rows: whether context-parallel ranks split a packed row as a whole, and not each document by itself.
+    watches_entry: whether a micro-batch begins when it enters a model chunk, in a loop that does not call `documents`.
     own_rates: gives planners what the report has measured.
     machine: what planners of replicas have; None without one.
 
@@ -53,6 +54,7 @@ class Observer(StepCallback):
         interval: int = 1,
         measures: bool,
         splits_rows: bool = False,
+        watches_entry: bool = False,
         own_rates: OwnRates | None = None,
         machine: Cluster | None = None,
     ) -> None:
@@ -60,6 +62,7 @@ class Observer(StepCallback):
         self._machine = machine
         self._writer, self._interval = writer, interval
         self._measures, self._splits_rows, self._own_rates = measures, splits_rows, own_rates
+        self._watches_entry, self._entries = watches_entry, []  # handles of hooks
         self._config: Any = None  # of the model
         clock = CpuClock() if is_cpu() else CudaClock()
         self._hooks = TimingHooks(clock, counts_tokens=self._writer is not None)
@@ -83,6 +86,11 @@ class Observer(StepCallback):
         """Put the hooks on the model chunks of this rank."""
         for number, model in enumerate(unwrap_model(chunks)):
             self._hooks.watch_model(model, number)
+            if self._watches_entry:
+                self._entries.append(model.register_forward_pre_hook(partial(self._enter, number)))
+
+    def _enter(self, number: int, *unused: Any) -> None:
+        self.documents(list, number)
 
     def layer_arrived(self, layer: torch.nn.Module, chunk: int) -> None:
         self._hooks.watch_layer(layer, chunk)
@@ -149,6 +157,8 @@ class Observer(StepCallback):
     def stop_measuring(self) -> None:
         """From now on, measure only for the report."""
         self._measures = False
+        while self._entries:
+            self._entries.pop().remove()
 
     def begin_step(self, iteration: int, config: Any) -> None:
         self._config = config

@@ -7,7 +7,7 @@ steps after a move, have ended. So the host waits for the device, and ranks for 
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from balancing.report import event
 from balancing.trials import ClockGain, LeftOut, Pair, TrialConfig, Trials, TrialSchedule
 from megatron.balanced.cpu.device import is_cpu
 from megatron.balanced.observe.shares import what_ranks_share
+from megatron.balanced.run import Run
 from megatron.balanced.shared.callbacks import StepCallback
 
 __all__ = ["StepTrials"]
@@ -35,15 +36,14 @@ class _Timed(NamedTuple):
 
 
 class StepTrials(StepCallback):
-    """One on each rank. It comes before the balancers in the order of callbacks.
+    """One on each rank. Its steps begin before those of the balancers.
 
-    callbacks: of the loop. Those with a `trial_name` take part.
+    of: the run. Its balancers with a `trial_name` take part.
     config: settings.
     steps: of the run; None if unknown.
     first: gives the first iteration of the run, once the balancers are there. None: that of the first step.
     delays: steps from a decision until it takes effect, by `trial_name`.
     moves: whether layers may move.
-    set_aside: called when a step begins that runs otherwise than those around it, so that nobody learns from it.
     report: receives the events; None without a report.
     stop_after: told, in a run of trials alone, the iteration (from 0) after which the run shall stop.
     record: what a checkpoint holds for the run that goes on from it: the iteration from which rounds are counted, and
@@ -52,25 +52,24 @@ class StepTrials(StepCallback):
 
     def __init__(
         self,
-        callbacks: Iterable[Any],
+        of: Run,
         config: TrialConfig,
         *,
         steps: int | None = None,
         first: Callable[[], int] | None = None,
         delays: Mapping[str, int] | None = None,
         moves: bool = False,
-        set_aside: Callable[[], None] | None = None,
         report: Callable[[dict[str, Any]], None] | None = None,
         stop_after: Callable[[int], None] | None = None,
         record: MutableMapping[str, Any] | None = None,
     ) -> None:
-        self._callbacks, self._config, self._steps = callbacks, config, steps
+        self.run, self._config, self._steps = of, config, steps
         self._first, self._delays = first, delays or {}
-        self._set_aside, self._report, self._stop_after = set_aside, report, stop_after
+        self._report, self._stop_after = report, stop_after
         self._record = {} if record is None else record
         self._trials: Trials | None = None
         self._shared: str | None = None  # what ranks share; None before the first step
-        self._balancers: dict[str, StepCallback] = {}
+        self._names: list[str] = []  # of the balancers that take part
         self._switched = torch.zeros(0, dtype=torch.int64)
         self._clock = CpuClock() if is_cpu() else CudaClock()
         self._iteration, self._begin = 0, None
@@ -86,18 +85,17 @@ class StepTrials(StepCallback):
         if self._shared is None:
             self._shared = what_ranks_share() or ""
             trials.can_gain = not self._shared
-            if self._shared and self._balancers and not dist.get_rank():
+            if self._shared and self._names and not dist.get_rank():
                 print(
                     f"> {self._shared}: balance cannot make steps shorter here, since the sum of the work counts; a "
                     "balancer stays on only if trials show a gain",
                     flush=True,
                 )
-        self._iteration, left_out = iteration, trials.left_out(iteration)
-        for name, balancer in self._balancers.items():
-            balancer.left_out = name in left_out
-        if trials.is_odd(iteration) and self._set_aside is not None:
-            self._set_aside()
-        wanted = trials.is_trial(iteration) or (self._latest.maxlen and not trials.is_odd(iteration))
+        self._iteration, self.run.left_out = iteration, trials.left_out(iteration)
+        if is_perturbed := trials.is_perturbed(iteration):
+            for callback in self.run.callbacks:
+                callback.set_aside()
+        wanted = trials.is_trial(iteration) or (self._latest.maxlen and not is_perturbed)
         self._begin = self._clock.mark() if wanted else None
 
     def end_step(self) -> None:
@@ -149,8 +147,8 @@ class StepTrials(StepCallback):
         """What each balancer gained so far, as `Trials.gains`."""
         return {} if self._trials is None else self._trials.gains()
 
-    def told_ahead(self, name: str) -> Callable[[int], bool]:
-        """Which iterations leave out the balancer of this `trial_name`, told before they begin, also in other
+    def left_out_ahead(self, name: str) -> Callable[[int], bool]:
+        """Tells which iterations leave out the balancer of this `trial_name`, before they begin, also in other
         processes. Called when the balancers are there."""
         assert self._first is not None
         return LeftOut(self._start(self._first()).schedule, name, self._switched)  # type: ignore[arg-type]
@@ -158,15 +156,12 @@ class StepTrials(StepCallback):
     def _start(self, iteration: int) -> Trials:
         """The trials of a run whose first iteration is `iteration`, made at the first call."""
         if self._trials is None:
-            known = [callback for callback in self._callbacks if isinstance(callback, StepCallback)]
-            self._balancers = {callback.trial_name: callback for callback in known if callback.trial_name}
-            self._switched = torch.zeros(len(self._balancers), dtype=torch.int64)
+            self._names = [name for balancer in self.run.balancers if (name := balancer.trial_name)]
+            self._switched = torch.zeros(len(self._names), dtype=torch.int64)
             if any(self._delays.values()):  # others prepare steps, in processes of their own
                 self._switched.share_memory_()
             first = iteration if self._config.steps else self._resume(iteration)
-            schedule = TrialSchedule(
-                list(self._balancers), self._config, steps=self._steps, first=first, begins=iteration
-            )
+            schedule = TrialSchedule(self._names, self._config, steps=self._steps, first=first, begins=iteration)
             self._trials = Trials(schedule, self._delays, self._switched)  # type: ignore[arg-type]
             if self._config.steps and self._stop_after is not None:
                 self._stop_after(iteration + self._config.steps - 1)
@@ -178,7 +173,7 @@ class StepTrials(StepCallback):
         first = record.get("first")
         if type(first) is not int or not 0 <= first <= iteration or not isinstance(switched, dict):
             first, switched = iteration, {}
-        for place, name in enumerate(self._balancers):
+        for place, name in enumerate(self._names):
             at = switched.get(name, 0)
             self._switched[place] = at if type(at) is int else 0
         record.update(first=first, switched=self._told_of_switched())
@@ -188,7 +183,7 @@ class StepTrials(StepCallback):
         return first
 
     def _told_of_switched(self) -> dict[str, int]:
-        return dict(zip(self._balancers, self._switched.tolist(), strict=True))
+        return dict(zip(self._names, self._switched.tolist(), strict=True))
 
     def _end_round(self) -> None:
         """Give the trials the seconds of a round, and tell what they decide."""

@@ -20,7 +20,7 @@ from balancing.report import WARM_UP
 from balancing.sequences.config import SequenceConfig
 from balancing.sequences.engine.kernels import accumulation_dtype
 from balancing.sequences.engine.timed_kernel import TimedKernel
-from megatron.balanced.sequences.events import Share, calls_event, step_event
+from megatron.balanced.sequences.events import MicroBatch, Share, calls_event, step_event
 from megatron.balanced.sequences.in_place import AttentionInPlace
 from megatron.balanced.sequences.shape import attention_shape
 from megatron.balanced.sequences.tokens import Sharing, Tokens
@@ -66,6 +66,8 @@ class SequenceBalancer(StepCallback):
         check_model("SequenceBalancer", chunks, recaptures=(job or Job).recaptures, wrapped=tokens is None)
         self.chunks, self.config = list(chunks), config or SequenceConfig(enabled=True)
         self._report, self._iteration, self._ended = report, 0, 0
+        self._spent: list[int] = []  # of the last schedule, as `StepRecord` has it
+        self._batches: list[MicroBatch] = []
         self._sample_rows = 0 if job is None else job.micro_batch_size * job.seq_length
         self._tokens: Tokens = AttentionInPlace() if tokens is None else tokens
         model = get_model_config(chunks[0])
@@ -80,13 +82,12 @@ class SequenceBalancer(StepCallback):
 
     @property
     def trial_name(self) -> str | None:  # type: ignore[override]
-        """A loader that moves tokens in advance must be told in advance."""
-        return "sequences" if self._tokens.stay or self._tokens.told_ahead else None
+        """A loader that moves tokens in advance must know in advance."""
+        return "sequences" if self._tokens.stay or self._tokens.loader_knows_trials else None
 
     @property
-    def _stays_out(self) -> bool:
-        """Whether the schedule runs as the loop has it."""
-        return self.left_out and self._tokens.stay
+    def follows_data(self) -> bool:  # type: ignore[override]
+        return self._tokens.loader_knows_trials
 
     def layers_moved(self) -> None:
         self._tokens.layers_moved()
@@ -96,30 +97,29 @@ class SequenceBalancer(StepCallback):
 
     def begin_schedule(self) -> None:
         self._record.begin()
-        if not self._stays_out:
-            self._tokens.begin_schedule()
+        self._spent, self._batches = [], []
+        self._tokens.begin_schedule(self.run.data)
 
     def end_schedule(self) -> None:
         """Check that all ranks of the domain followed the same plans, without waiting for the device."""
-        if self._stays_out:
-            return
         self._tokens.end_schedule()
         if len({*self._sharing.compare("the end of a schedule", self._record.digest)}) > 1:
             raise RuntimeError(
                 f"ranks {self._sharing.ranks} made different plans; they must read the "
                 "same documents, with the same versions of Python, NumPy and this package"
             )
+        self._spent, self._batches = self._record.spent, self._record.end()
 
     def abandon_schedule(self) -> None:
         self._tokens.abandon_schedule()
         self._record.end()
 
     def end_step(self) -> None:
-        """Report what the ranks of the domain sent and waited for, unless a trial leaves the step as it was drawn."""
-        spent, batches = self._record.spent, self._record.end()
-        if not batches or self._report is None or self.left_out:
+        """Report what the ranks of the domain sent and waited for."""
+        batches, self._batches = self._batches, []
+        if not batches or self._report is None:
             return
-        spent_by_rank = self._gather(spent)
+        spent_by_rank = self._gather(self._spent)
         timed = self.kernel.kernel
         calls = timed.take() if isinstance(timed, TimedKernel) else []
         self._ended += 1

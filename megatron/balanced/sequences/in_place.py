@@ -215,7 +215,7 @@ class AttentionInPlace(Tokens):
 
     # A schedule.
 
-    def begin_schedule(self) -> None:
+    def begin_schedule(self, data: Any) -> None:
         numbers = self._sharing.compare("the beginning of a schedule", get_num_microbatches())
         if len({*numbers}) > 1:
             raise ValueError(

@@ -37,7 +37,6 @@ from megatron.balanced.sequences.packed_messages import expect, expect_one_size
 from megatron.balanced.sequences.prediction import Prediction
 from megatron.balanced.sequences.router import tell_routers
 from megatron.balanced.sequences.tokens import Sharing, Tokens
-from megatron.balanced.shared.callbacks import trained
 from megatron.balanced.shared.job import Job
 from megatron.balanced.shared.process_groups import duplicate_group
 from megatron.balanced.shared.tail import tail_layers
@@ -144,7 +143,7 @@ class MovedTokens(Tokens):
             tell_routers(model)
 
     @property
-    def told_ahead(self) -> bool:
+    def loader_knows_trials(self) -> bool:
         """Over context-parallel ranks Megatron-LM pads each message of a conversation."""
         cuts = self.sharing.domain.ranks > self.sharing.domain.origins
         return self._batches.left_out is not None and not (self._batches.conversations and cuts)
@@ -180,7 +179,7 @@ class MovedTokens(Tokens):
     @cached_property
     def _left_out(self) -> LeftOutSteps | None:
         batches = self._batches
-        if batches.left_out is None or not self.told_ahead:
+        if batches.left_out is None or not self.loader_knows_trials:
             return None
         run = batches.step_samples, batches.trained_samples(), batches.trained_steps()
         return LeftOutSteps(*run, batches.left_out())
@@ -227,12 +226,12 @@ class MovedTokens(Tokens):
 
     # A schedule.
 
-    def begin_schedule(self) -> None:
+    def begin_schedule(self, data: Any) -> None:
         if self._steps is None:
             return
         iterators: list[Any] = []
         if mpu.get_tensor_model_parallel_rank() == 0:
-            iterators = trained().data if isinstance(trained().data, list) else [trained().data]
+            iterators = data if isinstance(data, list) else [data]
         self._read = ReadStep.read(
             iterators, self._steps.micro_batches, self._shifts, self.sharing, self._tensor_hosts, self._unpickled
         )

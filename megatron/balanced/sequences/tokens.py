@@ -144,9 +144,9 @@ class Tokens:
         return False
 
     @property
-    def told_ahead(self) -> bool:
-        """Whether who reads the data has been told which schedules trials leave out. Tokens are then where the loop,
-        without balancing, would have them."""
+    def loader_knows_trials(self) -> bool:
+        """True if the data loader knows in advance which steps run unbalanced. In those steps tokens are where the
+        loop, without balancing, would have them."""
         return False
 
     @property
@@ -166,8 +166,8 @@ class Tokens:
     def layers_moved(self) -> None:
         """Layers of the chunks may be other modules."""
 
-    def begin_schedule(self) -> None:
-        """Before the first forward pass of a training schedule."""
+    def begin_schedule(self, data: Any) -> None:
+        """Before the first forward pass of a training schedule. data: its iterator, or a list with one a chunk."""
 
     def end_schedule(self) -> None:
         """After the last backward pass of a training schedule."""

@@ -1,28 +1,14 @@
 """Callbacks of a training run: around each step, around the schedule inside it, and when layers move.
 
-Megatron-LM has no callbacks. Its `train_step` is the one function that knows the iteration, the model, the optimizer
-and the schedule while no micro-batch is in flight, so one row of the patch table replaces it by `with_callbacks`. The
-report and the balancers are callbacks; users pass theirs to `megatron.balanced.trainer.train.train`.
+The report and the balancers are callbacks, in every loop (`megatron.balanced.run`). Users pass theirs to
+`megatron.balanced.trainer.train.train`.
 """
 
-import contextlib
-import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from megatron.core.transformer.moe.paged_stash import PagedStashRunner
-
-__all__ = [
-    "Callbacks",
-    "HeldBytes",
-    "StepCallback",
-    "Trained",
-    "registered",
-    "trained",
-    "use_schedule",
-    "with_callbacks",
-]
+__all__ = ["HeldBytes", "StepCallback"]
 
 
 class HeldBytes(NamedTuple):
@@ -47,14 +33,18 @@ class StepCallback:
     job, so they may communicate. Callbacks are called in the order of registration; `end_schedule` and `end_step` in
     reverse order. An exception in a callback ends the run.
 
+    run: the run (`megatron.balanced.run.Run`), from `attach` on. It has the optimizer, for instance.
     report: adds an event (`balancing.report.event`) to the report of the step in progress, if there is a report.
-    trial_name: what it is called in trials (`balancing.trials`), if a step can leave it out without changing a number.
-    left_out: whether the step in progress leaves it out. Trials set it before `begin_step`.
+    trial_name: of a balancer: what it is called in trials (`balancing.trials`), if a step can leave it out without
+        changing a number. Such a step calls `skip_step` of it, and nothing else.
+    follows_data: of a balancer: whether the schedule needs it in those steps as well, since the data loader has made
+        their batches in its terms. `begin_schedule` and `end_schedule` are then called.
     """
 
+    run: Any = None
     report: Callable[[dict[str, Any]], None] = staticmethod(_no_report)
     trial_name: str | None = None
-    left_out = False
+    follows_data = False
 
     def attach(self, chunks: list[Any]) -> None:
         """The model has been built; the optimizer has not. `chunks`: this rank's model chunks, wrapped for data
@@ -63,6 +53,21 @@ class StepCallback:
 
     def begin_step(self, iteration: int, config: Any) -> None:
         """Before iteration `iteration` (from 0). `config` is the model's config, which the schedule reads."""
+
+    def between_steps(self, step: int) -> None:
+        """Of a balancer: the optimizer has stepped, and step `step` (from 0) begins. Layers may move here."""
+
+    def adopt_plans(self) -> None:
+        """Of a balancer: take the plans that were made since the last step, and compare them over ranks."""
+
+    def skip_step(self) -> None:
+        """Of a balancer: the step runs without it."""
+
+    def set_aside(self) -> None:
+        """The step in progress runs otherwise than the others. Nothing should be learned from what it takes."""
+
+    def will_route(self, loads: Sequence[Any]) -> None:
+        """The routing of the next schedule is known (`ExpertBalancer.will_route`)."""
 
     def begin_schedule(self) -> None:
         """Before the first forward pass. The schedule may begin and end twice within a step: Megatron-LM runs it again
@@ -105,146 +110,3 @@ class StepCallback:
     def end_training(self) -> None:
         """After the last step, also when Megatron-LM ends the run early, for instance at --exit-interval. Not called
         when an exception ends it."""
-
-
-class Callbacks(list[Any]):
-    """The callbacks of one loop, in the order of registration. All calls to them go through here, in Megatron-LM's loop
-    and in others (`megatron.balanced.loop.Balancers`).
-
-    Until the model is there, a function from the model chunks to a callback may stand for one that takes a finished
-    model. If the callback takes the optimizer and its scheduler as well, which are built later, this function returns
-    another one, from these two to the callback.
-    """
-
-    def attach(self, chunks: list[Any]) -> list[Any]:
-        """The model has been built. Returns `chunks`, as Megatron's model hooks must."""
-        for number, callback in enumerate(self):
-            if isinstance(callback, StepCallback):
-                callback.attach(chunks)
-            else:
-                self[number] = callback(chunks)
-        return chunks
-
-    def complete(self, optimizer: Any, scheduler: Any) -> None:
-        """The optimizer has been built. Called before each step, of which the first one counts."""
-        for number, callback in enumerate(self):
-            if not isinstance(callback, StepCallback):
-                self[number] = callback(optimizer, scheduler)
-
-    def begin_step(self, iteration: int, config: Any) -> None:
-        for callback in self:
-            callback.begin_step(iteration, config)
-
-    def end_step(self) -> None:
-        for callback in reversed(self):
-            callback.end_step()
-
-    def begin_schedule(self) -> None:
-        for callback in self:
-            callback.begin_schedule()
-
-    def end_schedule(self) -> None:
-        for callback in reversed(self):
-            callback.end_schedule()
-
-    def within(self, schedule: Callable) -> Callable:
-        """`schedule` between `begin_schedule` and `end_schedule`."""
-
-        @functools.wraps(schedule)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            self.begin_schedule()
-            result = schedule(*args, **kwargs)
-            self.end_schedule()
-            return result
-
-        return run
-
-    @contextlib.contextmanager
-    def may_fail(self) -> Iterator[None]:
-        """A context of a schedule. If it raises an exception, the loop may catch that and go on with another one."""
-        try:
-            yield
-        except BaseException:
-            for callback in reversed(self):
-                callback.abandon_schedule()
-            raise
-
-    def end_training(self) -> None:
-        for callback in self:
-            if isinstance(callback, StepCallback):  # else there was no step
-                callback.end_training()
-
-
-class Trained(NamedTuple):
-    """Objects of the training loop: model chunks, optimizer, learning-rate scheduler, data iterator (a list with one
-    for each model chunk if there are several), and the schedule, in Megatron-LM's wrappers. `losses`: those that
-    Megatron-LM logs, by name, on the last stage at the end of the step."""
-
-    model: Any
-    optimizer: Any
-    scheduler: Any
-    data: Any
-    schedule: Any
-    losses: Mapping[str, Any] = MappingProxyType({})
-
-
-registered = Callbacks()  # of the run in progress
-_trained: list[Trained] = []
-_schedule: list[Callable] = []
-
-
-def use_schedule(schedule: Callable | None) -> None:
-    """Run `schedule` in later steps instead of the training loop's own; None restores the loop's own."""
-    _schedule[:] = [schedule] if schedule is not None else []
-
-
-def trained() -> Trained:
-    """The model, optimizer and scheduler of the step in progress. Valid only within a step."""
-    return _trained[-1]
-
-
-def _run_again(runner: PagedStashRunner, is_training: bool = True) -> None:
-    """Replaces `runner.prepare_for_rerun`, which Megatron-LM calls between two runs of the schedule in one step."""
-    registered.end_schedule()
-    PagedStashRunner.prepare_for_rerun(runner, is_training)
-    registered.begin_schedule()
-
-
-def with_callbacks(original: Callable) -> Callable:
-    """Megatron's `train_step` with all registered callbacks around it."""
-
-    @functools.wraps(original)
-    def train_step(
-        forward_step_func: Callable,
-        data_iterator: Any,
-        model: Any,
-        optimizer: Any,
-        opt_param_scheduler: Any,
-        config: Any,
-        forward_backward_func: Callable,
-        iteration: int | None = None,
-        **groups: Any,
-    ) -> Any:
-        if isinstance(forward_backward_func, PagedStashRunner):
-            forward_backward_func.prepare_for_rerun = functools.partial(_run_again, forward_backward_func)
-        _trained[:] = [Trained(model, optimizer, opt_param_scheduler, data_iterator, forward_backward_func)]
-        registered.complete(optimizer, opt_param_scheduler)
-        registered.begin_step(iteration or 0, config)
-        schedule = registered.within((_schedule or [forward_backward_func])[0])
-        result = original(
-            forward_step_func,
-            data_iterator,
-            model,
-            optimizer,
-            opt_param_scheduler,
-            config,
-            schedule,
-            iteration=iteration,
-            **groups,
-        )
-        _trained[:] = [_trained[-1]._replace(losses=result[0])]
-        registered.end_step()
-        _trained.clear()
-        return result
-
-    return train_step

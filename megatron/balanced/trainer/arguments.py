@@ -25,6 +25,7 @@ import torch
 from balancing.doctor.broken import broken_import
 from balancing.doctor.installed import find_apex
 from megatron.balanced.cpu.device import choose_device, is_cpu, use_cpu
+from megatron.balanced.run import Run
 from megatron.balanced.shared.errors import LocalError
 from megatron.balanced.shared.incompatible import REPORT, check_compatible
 from megatron.balanced.trainer.agreement import check_agreement
@@ -221,7 +222,7 @@ def parse_arguments(
             extension.check(args)
         if not assumes_gpus():
             check_folders(args, create=not config.balance_dry_run)
-        patches.check_needed(args, config)
+        patches.check_needed(args, config, Run())
         if config.fp64:
             _use_float64(args)
         if assumes_gpus():

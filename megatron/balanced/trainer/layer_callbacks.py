@@ -21,13 +21,14 @@ from megatron.balanced.layers.recapture import RecapturedGraphs
 from megatron.balanced.layers.shrink import Shrinking
 from megatron.balanced.layers.training_loop import TrainingLoop
 from megatron.balanced.observe.observer import Observer
-from megatron.balanced.shared.callbacks import StepCallback, registered, use_schedule
+from megatron.balanced.run import Run
+from megatron.balanced.shared.callbacks import StepCallback
 from megatron.balanced.shared.job import Job
 from megatron.balanced.trainer.checks.fill import deferred_share
 from megatron.balanced.trainer.config import BalanceConfig
 from megatron.balanced.trainer.release import Departure, TensorBoardOfTheLast
 
-__all__ = ["layer_callbacks", "reads_data_everywhere"]
+__all__ = ["after_moves", "layer_balancer", "reads_data_everywhere"]
 
 
 def reads_data_everywhere(config: BalanceConfig) -> bool:
@@ -35,30 +36,18 @@ def reads_data_everywhere(config: BalanceConfig) -> bool:
     return config.layers.enabled and config.layers.repacks
 
 
-def layer_callbacks(
+def layer_balancer(
     args: argparse.Namespace, config: BalanceConfig, model: ModelConfig, job: Job, observer: Observer
-) -> list[StepCallback | Callable]:
-    """The layer balancer of the model that is built from `model`, and callbacks that follow its moves. `Callbacks`
-    makes the balancer from the model chunks, and then from the optimizer and its scheduler.
+) -> Callable[[Run], LayerBalancer]:
+    """Makes the layer balancer of the model that is built from `model`, once a run has the optimizer.
 
     The ranks are connected before the model is wrapped and others measure the free memory. New layouts are written to
     `model` and to `args`, which checkpoints record.
     """
-    loop = TrainingLoop(
-        callbacks=registered,
-        observer=observer,
-        groups=MoveGroups(job.timeout_minutes),
-        shrinking=Shrinking(
-            build=model.get_builder_cls()(model).build_model,
-            depart=partial(Departure, args),
-            renew_schedule=lambda: use_schedule(training.get_forward_backward_func(schedule_pg_collection=None)),
-        ),
-        log_interval=args.log_interval,
-        weight_share=deferred_share(args) if config.fill_with_weight_gradients else 0.0,
-    )
+    groups = MoveGroups(job.timeout_minutes)
 
     def connect(chunks: list[Any]) -> list[Any]:
-        loop.groups.connect()
+        groups.connect()
         return chunks
 
     def keep(layout: str) -> None:
@@ -67,15 +56,29 @@ def layer_callbacks(
         else:
             args.pipeline_model_parallel_layout = layout
 
-    def finish(chunks: list[Any], optimizer: Any, scheduler: Any) -> LayerBalancer:
+    def renew_schedule(run: Run) -> None:
+        run.use_schedule(training.get_forward_backward_func(schedule_pg_collection=None))
+
+    def build(run: Run) -> LayerBalancer:
+        loop = TrainingLoop(
+            observer=observer,
+            groups=groups,
+            shrinking=Shrinking(
+                build=model.get_builder_cls()(model).build_model,
+                depart=partial(Departure, args, run),
+                renew_schedule=partial(renew_schedule, run),
+            ),
+            log_interval=args.log_interval,
+            weight_share=deferred_share(args) if config.fill_with_weight_gradients else 0.0,
+        )
         return LayerBalancer(
-            chunks,
-            optimizer,
-            scheduler,
+            run.chunks,
+            run.optimizer,
+            run.scheduler,
             config.layers,
             layer_spec=partial(_layer_spec, model),
             job=job,
-            overrides=_overrides(args, model, optimizer.config),
+            overrides=_overrides(args, model, run.optimizer.config),
             steps=args.train_iters,
             gloo_groups=args.use_gloo_process_groups,
             on_layout=keep,
@@ -84,8 +87,12 @@ def layer_callbacks(
         )
 
     model.pre_wrap_hooks.append(connect)
-    callbacks: list[StepCallback | Callable] = [lambda chunks: partial(finish, chunks), TensorBoardOfTheLast(args)]
-    return callbacks + [RecapturedGraphs()] * (args.cuda_graph_impl == "transformer_engine")
+    return build
+
+
+def after_moves(args: argparse.Namespace) -> list[StepCallback]:
+    """Callbacks that follow moves of layers. Their steps begin after those of the balancers."""
+    return [TensorBoardOfTheLast(args), *[RecapturedGraphs()] * (args.cuda_graph_impl == "transformer_engine")]
 
 
 def _overrides(args: argparse.Namespace, model: ModelConfig, config: Any) -> Any:

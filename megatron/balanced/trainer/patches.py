@@ -24,9 +24,9 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.balanced.experts.known_counts import with_known_counts
 from megatron.balanced.layers.filled_schedule import with_filled_waits
 from megatron.balanced.layers.recapture import remembered
+from megatron.balanced.run import Run
 from megatron.balanced.sequences.packed_messages import with_flat_batches, with_known_shapes
 from megatron.balanced.sequences.prediction import with_planned_losses
-from megatron.balanced.shared.callbacks import registered, with_callbacks
 from megatron.balanced.shared.counters import with_exact_counters
 from megatron.balanced.shared.loss_scale import with_one_loss_scale
 from megatron.balanced.trainer.checks.megatron import MEGATRON_VERSIONS
@@ -35,6 +35,7 @@ from megatron.balanced.trainer.dry_run import assumes_gpus
 from megatron.balanced.trainer.model import replaces_in_tail
 from megatron.balanced.trainer.prediction import has_tail, with_the_models_modules
 from megatron.balanced.trainer.sequence_rules import why_whole
+from megatron.balanced.trainer.train_step import with_callbacks
 
 __all__ = ["PATCHES", "Patch", "check", "check_needed", "install", "masks_losses", "rows", "uninstall"]
 
@@ -43,13 +44,23 @@ Condition = Callable[[argparse.Namespace, BalanceConfig], bool]
 
 @dataclass(frozen=True)
 class Patch:
-    """One replaced attribute of Megatron-LM. `replacement` maps the original to its replacement."""
+    """One replaced attribute of Megatron-LM. `replacement` maps the original to its replacement. If the row is
+    `of_run`, it takes the run first, and any callback of the run needs it."""
 
     target: str  # "package.module:attribute" or "package.module:Class.attribute"
-    replacement: Callable[[Callable], Callable]
+    replacement: Callable[..., Callable]
     why: str
     signature: tuple[str, ...]  # parameter names of the original
     needed: Condition
+    of_run: bool = False
+
+    def replace(self, original: Callable, run: Run) -> Callable:
+        """What replaces `original` in this run."""
+        return self.replacement(run, original) if self.of_run else self.replacement(original)
+
+    def is_needed(self, args: argparse.Namespace, config: BalanceConfig, run: Run) -> bool:
+        """Whether this run needs the row."""
+        return self.needed(args, config) or (self.of_run and bool(run.callbacks))
 
     def owner(self) -> tuple[Any, str]:
         """The object that has the target, and the target's name. Raises LookupError when it does not exist."""
@@ -145,7 +156,7 @@ def _loads_torch_adam(args: argparse.Namespace, config: BalanceConfig) -> bool:
 
 def _watches_steps(args: argparse.Namespace, config: BalanceConfig) -> bool:
     features = config.balances or config.fill_with_weight_gradients
-    return config.balance_report is not None or features or bool(registered) or masks_losses(args)
+    return config.balance_report is not None or features or masks_losses(args)
 
 
 def masks_losses(args: argparse.Namespace) -> bool:
@@ -316,6 +327,7 @@ PATCHES = (
             "p2p_communicator",
         ),
         needed=_watches_steps,
+        of_run=True,
     ),
 )
 
@@ -335,11 +347,11 @@ def check(patch: Patch) -> None:
         )
 
 
-def rows(args: argparse.Namespace, config: BalanceConfig) -> list[str]:
+def rows(args: argparse.Namespace, config: BalanceConfig, run: Run) -> list[str]:
     """One line for each row of the table: whether this run needs it, its reason, and the error if it does not fit."""
     lines = []
     for patch in PATCHES:
-        line = f"{'patch' if patch.needed(args, config) else 'no   '}  {patch.target}: {patch.why}"
+        line = f"{'patch' if patch.is_needed(args, config, run) else 'no   '}  {patch.target}: {patch.why}"
         try:
             check(patch)
         except ValueError as error:
@@ -348,27 +360,27 @@ def rows(args: argparse.Namespace, config: BalanceConfig) -> list[str]:
     return lines
 
 
-def check_needed(args: argparse.Namespace, config: BalanceConfig) -> list[Patch]:
+def check_needed(args: argparse.Namespace, config: BalanceConfig, run: Run) -> list[Patch]:
     """The patches that this run needs. Raises ValueError when one does not fit the installed Megatron-LM."""
-    wanted = [patch for patch in PATCHES if patch.needed(args, config)]
+    wanted = [patch for patch in PATCHES if patch.is_needed(args, config, run)]
     for patch in wanted:
         check(patch)
     return wanted
 
 
-def install(args: argparse.Namespace, config: BalanceConfig) -> list[str]:
+def install(args: argparse.Namespace, config: BalanceConfig, run: Run) -> list[str]:
     """Check all patches that this run needs, then apply them. Returns one line for each. Idempotent.
 
     Raises ValueError, without applying any, when one does not fit the installed Megatron-LM.
     """
     if _installed:
         return []
-    wanted = check_needed(args, config)
+    wanted = check_needed(args, config, run)
     for patch in wanted:
         owner, name = patch.owner()
         original = inspect.getattr_static(owner, name)
         _installed.append((owner, name, original))
-        setattr(owner, name, patch.replacement(original))
+        setattr(owner, name, patch.replace(original, run))
     return [f"patched {patch.target}: {patch.why}" for patch in wanted]
 
 

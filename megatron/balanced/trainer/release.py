@@ -31,7 +31,8 @@ from megatron.training import global_vars
 
 from balancing.layers.repack import Release
 from balancing.messages import connect
-from megatron.balanced.shared.callbacks import StepCallback, registered
+from megatron.balanced.run import Run
+from megatron.balanced.shared.callbacks import StepCallback
 
 __all__ = ["Departure", "Released", "TensorBoardOfTheLast"]
 
@@ -57,11 +58,12 @@ class Departure:
     def __init__(
         self,
         args: argparse.Namespace,
+        run: Run,
         release: Release,
         chunks: Iterable[torch.nn.Module],
         gather: Callable[[Any], list[Any]],
     ) -> None:
-        self.release = release
+        self.release, self._run = release, run
         self.leaves = args.rank in release.ranks
         self._timeout = datetime.timedelta(minutes=args.distributed_timeout_minutes)
         self._rank, self._stay = args.rank, range(release.stay)
@@ -93,7 +95,7 @@ class Departure:
         for group in self._shared:  # the last is the default group, with which torch destroys all that are left
             dist.destroy_process_group(group)
         if self.leaves:
-            registered.clear()
+            self._run.leave()
             sys.stdout.flush()
             raise Released(0)
         if self._rank == 0:

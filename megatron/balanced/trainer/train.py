@@ -15,7 +15,6 @@ from megatron.training.models.base import ModelConfig
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import print_rank_0
 
-from balancing.cluster import Cluster
 from balancing.experts.config import ExpertConfig
 from balancing.pipeline.pattern import read_pattern
 from balancing.run_lock import one_run
@@ -28,10 +27,11 @@ from megatron.balanced.observe.observer import Observer
 from megatron.balanced.observe.own_rates import OwnRates
 from megatron.balanced.observe.report_writer import ReportWriter
 from megatron.balanced.observe.trials import StepTrials
+from megatron.balanced.run import Run
 from megatron.balanced.sequences.attention import use_document_positions
 from megatron.balanced.sequences.balancer import SequenceBalancer
 from megatron.balanced.sequences.moved_tokens import Batches, MovedTokens
-from megatron.balanced.shared.callbacks import StepCallback, registered, use_schedule
+from megatron.balanced.shared.callbacks import StepCallback
 from megatron.balanced.shared.job import Job
 from megatron.balanced.shared.process_groups import SocketLimitError
 from megatron.balanced.trainer import patches
@@ -46,7 +46,7 @@ from megatron.balanced.trainer.config import AUTO, BalanceConfig, cluster_from_f
 from megatron.balanced.trainer.data import forward_step, is_packed, train_valid_test_datasets
 from megatron.balanced.trainer.dry_run import assumes_gpus, plan_lines
 from megatron.balanced.trainer.kernels import kernels_line
-from megatron.balanced.trainer.layer_callbacks import layer_callbacks, reads_data_everywhere
+from megatron.balanced.trainer.layer_callbacks import after_moves, layer_balancer, reads_data_everywhere
 from megatron.balanced.trainer.model import model_config
 from megatron.balanced.trainer.model_extension import ModelExtension
 from megatron.balanced.trainer.prediction import get_embedding_ranks
@@ -71,27 +71,24 @@ def train(
     extension: of the model, the same as in `parse_arguments`.
     """
     extension = extension or ModelExtension()
-    model_callbacks = extension.callbacks(args)
-    registered[:] = [*model_callbacks, *callbacks]  # train_step is patched if there are any
+    run = Run(extension.callbacks(args), callbacks)  # train_step is patched if there are any
     try:
         if config.balance_dry_run:
-            lines = patches.rows(args, config)
-            patches.install(args, config)
+            lines = patches.rows(args, config, run)
+            patches.install(args, config, run)
             if not assumes_gpus():  # `parse_arguments` has asked for that model, whose vocabulary is not known
                 _model(args, config, extension)
             print_rank_0("\n".join([*lines, *plan_lines(args, config, extension.frozen_layers(args))]))
             return
-        for line in patches.install(args, config):
+        for line in patches.install(args, config, run):
             print_rank_0(f"> {line}")
         print_rank_0(f"> {kernels_line(args)}")
         model = _model(args, config, extension)
         with _only_run(args, config):
-            registered[:], datasets, forward = _features(args, config, model, model_callbacks, callbacks)
-            model.post_wrap_hooks.append(registered.attach)
-            _pretrain(args, model, datasets, forward)
+            datasets, forward = _add_features(run, args, config, model)
+            model.post_wrap_hooks.append(run.attach)
+            _pretrain(run, args, model, datasets, forward)
     finally:
-        registered.clear()
-        use_schedule(None)
         patches.uninstall()
 
 
@@ -120,77 +117,91 @@ def _model(args: argparse.Namespace, config: BalanceConfig, extension: ModelExte
         stop(error)
 
 
-def _features(
-    args: argparse.Namespace,
-    config: BalanceConfig,
-    model: ModelConfig,
-    model_callbacks: Sequence[StepCallback],
-    caller_callbacks: Sequence[StepCallback],
-) -> tuple[list[StepCallback], Callable, Callable]:
-    """The callbacks of the features that are on, of the model's extension and of the caller, in the order in which
-    their steps begin; the provider of datasets; the forward step."""
-    cluster = cluster_from_flags(config, args.world_size)
+def _add_features(
+    run: Run, args: argparse.Namespace, config: BalanceConfig, model: ModelConfig
+) -> tuple[Callable, Callable]:
+    """Add the callbacks of all features that are on. Returns the provider of datasets and the forward step."""
+    run.job = Job(args.seq_length, args.micro_batch_size, args.distributed_timeout_minutes, recaptures=True)
+    run.cluster = cluster_from_flags(config, args.world_size)
     if config.experts.enabled or config.sequences.enabled:
-        print_rank_0(f"> {rates_line(config, cluster)}")
-    job = Job(args.seq_length, args.micro_batch_size, args.distributed_timeout_minutes, recaptures=True)
-    features: list[StepCallback | Callable] = []
-    observer = tokens = None
-    if config.balance_report is not None or config.layers.enabled:
-        observer = _observer(args, config)
-        features.append(observer)
-    note: Any = observer.note if observer is not None and config.balance_report is not None else None
-    if note is not None:
-        for callback in (*model_callbacks, *caller_callbacks):
-            callback.report = note
-    left_out = None
-    balances = config.experts.enabled or config.sequences.enabled or config.layers.enabled
-    resumed = arguments_of_checkpoint(args) if balances else None
-    if balances and (config.trials.pairs or config.trials.steps):
-        record = getattr(resumed, TRIALS_ARGUMENT, None)
-        setattr(args, TRIALS_ARGUMENT, record := dict(record) if isinstance(record, dict) else {})
-        trials = StepTrials(
-            registered,
-            config.trials,
-            steps=args.train_iters,
-            first=lambda: args.iteration,
-            delays={"sequences": steps_ahead(args)} if config.sequences.enabled else None,
-            moves=config.layers.enabled,
-            set_aside=None if observer is None else observer.set_aside,
-            report=note,
-            stop_after=partial(_exit_after, args),
-            record=record,
-        )
-        features.append(trials)
-        if args.dataloader_type == "single" and not args.rampup_batch_size:  # a sample tells its iteration
-            left_out = partial(trials.told_ahead, "sequences")
-    features += model_callbacks
+        print_rank_0(f"> {rates_line(config, run.cluster)}")
+    observer = _observer(run, args, config) if config.balance_report is not None or config.layers.enabled else None
+    if observer is not None and config.balance_report is not None:
+        run.report = observer.note
+        for callback in run.callbacks:
+            callback.report = observer.note
+    resumed = arguments_of_checkpoint(args) if config.balances else None
+    trials = _trials(run, args, config, resumed) if config.balances else None
+    run.first[:0] = [callback for callback in (observer, trials) if callback is not None]
+
+    tokens, rest = None, list[StepCallback]()
     if config.sequences.enabled:
-        tokens = MovedTokens(_batches(args, config, job, left_out), update_seqlen_stats_from_cu_seqlens)
-        shared = {"config": config.sequences, "job": job, "cluster": cluster, "report": note, "tokens": tokens}
-        features.append(
-            partial(_sequence_balancer, args, shared | {"had_kernel": getattr(resumed, KERNEL_ARGUMENT, None)})
-        )
+        tokens = _sequences(run, args, config, trials, getattr(resumed, KERNEL_ARGUMENT, None))
         model.pre_wrap_hooks.append(use_document_positions)
     if config.experts.enabled:
-        features.append(partial(_expert_balancer, config.experts, job, cluster, note))
+        run.build.append(partial(_experts, config.experts))
     if config.layers.enabled:
         assert observer is not None
-        features += layer_callbacks(args, config, model, job, observer)
+        run.build_last = layer_balancer(args, config, model, run.job, observer)
+        rest += after_moves(args)
     if config.fill_with_weight_gradients:
         timed = None if observer is None else observer.weight_gradients
-        features.append(WeightGradientFill(args.distributed_timeout_minutes, timed))
+        rest.append(WeightGradientFill(args.distributed_timeout_minutes, timed))
+
     everywhere = reads_data_everywhere(config)
     forward = partial(forward_step, observer=observer, tokens=tokens, everywhere=everywhere)
-    if features or caller_callbacks or patches.masks_losses(args):
-        empty = EmptySteps(note)
-        features.append(empty)
+    if run.callbacks or run.build or rest or patches.masks_losses(args):
+        rest.append(empty := EmptySteps(run.report))
         forward = partial(forward, count=empty.count)
+    run.last[:0] = rest
     datasets = partial(train_valid_test_datasets, everywhere=everywhere)
     datasets.is_distributed = True  # type: ignore[attr-defined]  # for Megatron: every rank calls it
     if (note := nothing_to_load(args)) is not None and args.rank == 0:
         forward = _say_first(note, forward)  # type: ignore[assignment]
-    features += caller_callbacks
-    return features, datasets if tokens is None else tokens.datasets(datasets), forward
+    return datasets if tokens is None else tokens.datasets(datasets), forward
+
+
+def _experts(config: ExpertConfig, run: Run) -> ExpertBalancer:
+    reserved = sum(callback.held().buffers for callback in run.callbacks)
+    return ExpertBalancer(run.chunks, config, job=run.job, cluster=run.cluster, report=run.report, reserved=reserved)
+
+
+def _sequences(
+    run: Run, args: argparse.Namespace, config: BalanceConfig, trials: StepTrials | None, had_kernel: str | None
+) -> MovedTokens:
+    """Let the run build the balancer. Returns how it moves tokens. had_kernel: of the run that this one resumes."""
+    left_out = None
+    if trials is not None and args.dataloader_type == "single" and not args.rampup_batch_size:
+        left_out = partial(trials.left_out_ahead, "sequences")  # the number of a sample tells its iteration
+    tokens = MovedTokens(_batches(args, config, run.job, left_out), update_seqlen_stats_from_cu_seqlens)
+
+    def build(run: Run) -> SequenceBalancer:
+        shared = {"job": run.job, "cluster": run.cluster, "report": run.report}
+        balancer = SequenceBalancer(run.chunks, config.sequences, tokens=tokens, had_kernel=had_kernel, **shared)
+        setattr(args, KERNEL_ARGUMENT, balancer.kernel.name)  # checkpoints hold `args`
+        return balancer
+
+    run.build.append(build)
+    return tokens
+
+
+def _trials(run: Run, args: argparse.Namespace, config: BalanceConfig, resumed: Any) -> StepTrials | None:
+    """Trials of the balancers, if the settings ask for them. resumed: arguments in the checkpoint."""
+    if not (config.trials.pairs or config.trials.steps):
+        return None
+    record = getattr(resumed, TRIALS_ARGUMENT, None)
+    setattr(args, TRIALS_ARGUMENT, record := dict(record) if isinstance(record, dict) else {})
+    return StepTrials(
+        run,
+        config.trials,
+        steps=args.train_iters,
+        first=lambda: args.iteration,
+        delays={"sequences": steps_ahead(args)} if config.sequences.enabled else None,
+        moves=config.layers.enabled,
+        report=run.report,
+        stop_after=partial(_exit_after, args),
+        record=record,
+    )
 
 
 def _exit_after(args: argparse.Namespace, iteration: int) -> None:
@@ -198,20 +209,6 @@ def _exit_after(args: argparse.Namespace, iteration: int) -> None:
     end = iteration + 1
     every = args.exit_interval or end
     args.exit_interval = min(end, every * (args.iteration // every + 1))
-
-
-def _sequence_balancer(args: argparse.Namespace, shared: dict[str, Any], chunks: list[Any]) -> SequenceBalancer:
-    """The balancer. Checkpoints hold `args`, so they record the kernel of attention, for a resumed run to repeat it."""
-    balancer = SequenceBalancer(chunks, **shared)
-    setattr(args, KERNEL_ARGUMENT, balancer.kernel.name)
-    return balancer
-
-
-def _expert_balancer(
-    config: ExpertConfig, job: Job, cluster: Cluster | None, note: Callable | None, chunks: list[Any]
-) -> ExpertBalancer:
-    reserved = sum(callback.held().buffers for callback in registered if isinstance(callback, StepCallback))
-    return ExpertBalancer(chunks, config, job=job, cluster=cluster, report=note, reserved=reserved)
 
 
 def _batches(
@@ -233,7 +230,7 @@ def _batches(
     )
 
 
-def _observer(args: argparse.Namespace, config: BalanceConfig) -> Observer:
+def _observer(run: Run, args: argparse.Namespace, config: BalanceConfig) -> Observer:
     """Raises ValueError if the report's directory cannot be written to."""
     writer = None
     if config.balance_report is not None:
@@ -244,22 +241,17 @@ def _observer(args: argparse.Namespace, config: BalanceConfig) -> Observer:
             kinds=() if args.hybrid_layer_pattern is None else read_pattern(args.hybrid_layer_pattern).kinds,
             writers=lambda: (get_tensorboard_writer(), get_wandb_writer()),
         )
-    own_rates, machine = None, cluster_from_flags(config, args.world_size)
+    own_rates = None
     if config.cluster == AUTO and config.experts.enabled:
-        own_rates = OwnRates(machine, _use_cluster)
+        own_rates = OwnRates(run.cluster, run.use_cluster)
     return Observer(
         writer,
         interval=config.report.interval,
         measures=config.layers.enabled,
         splits_rows=is_packed(args) and not args.sft,
         own_rates=own_rates,
-        machine=machine,
+        machine=run.cluster,
     )
-
-
-def _use_cluster(cluster: Cluster) -> None:
-    for callback in registered:
-        callback.use_cluster(cluster)
 
 
 def _say_first(note: str, forward: Callable) -> Callable:
@@ -275,7 +267,7 @@ def _say_first(note: str, forward: Callable) -> Callable:
     return say_and_forward
 
 
-def _pretrain(args: argparse.Namespace, model: ModelConfig, datasets: Callable, forward: Callable) -> None:
+def _pretrain(run: Run, args: argparse.Namespace, model: ModelConfig, datasets: Callable, forward: Callable) -> None:
     container = pretrain_cfg_container_from_args(args, model)
     # As in the model's config: data parallelism leaves gradients that are computed later to whoever computes them.
     container.ddp.delay_wgrad_compute = model.transformer.delay_wgrad_compute
@@ -291,6 +283,6 @@ def _pretrain(args: argparse.Namespace, model: ModelConfig, datasets: Callable, 
     except (ReplicaMemoryError, SocketLimitError, KernelError, SettingError) as error:
         stop(error)
     except SystemExit:  # Megatron-LM ends early, on all ranks together: at --exit-interval, on a signal, ...
-        registered.end_training()
+        run.end_training()
         raise
-    registered.end_training()
+    run.end_training()
