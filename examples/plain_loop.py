@@ -109,7 +109,7 @@ def train(steps: int, folder: Path) -> tuple[list[float], Any, str, list[dict[st
         losses += [float(each["loss"]) for each in given]  # empty except on the last stage
         optimizer.step()
         scheduler.step(1)
-        balancers.after_step()  # layers may move
+        balancers.after_step()  # layers may move when the next schedule begins
         if (step + 1) % 5 == 0:
             path = folder / f"{step + 1:06}"
             path.mkdir(exist_ok=True)

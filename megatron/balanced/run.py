@@ -45,8 +45,9 @@ def step(run: "Run", config: Any, train: Callable[[Callable], Any]) -> Any:
     for callback in [*active, *run.last]:
         callback.begin_step(run.iteration, config)
 
-    # 5. The schedule runs all passes, between `begin_schedule` and, once gradients are reduced, 6. `end_schedule`.
-    # 7. The optimizer steps.
+    # 5. The schedule runs all passes, after `begin_schedule`.
+    # 6. Gradients are reduced: `end_schedule`.
+    # 7. The optimizer steps, in a loop whose `train` does that. It does so later in others.
     run.result = train(run.around(run.schedule))
 
     # 8. What was measured is reported.
