@@ -15,7 +15,7 @@ much in N - 30 of them. Later rounds, and the first, take at most 1 % of all ste
 
 `TrialSchedule` says which steps are trials, and of what; it is known before the run. `Trials` takes the seconds of
 steps, and decides. It communicates with nobody: ranks that give it the same seconds decide alike.
-`megatron.balanced.observe.trials` runs it.
+`megatron.balanced.trials.step_trials` runs it.
 """
 
 import math

@@ -297,7 +297,7 @@ def _fill(
     """Have `stages` of this rank defer weight gradients; returns what computes those that are left at the end."""
     from balancing.layers.simulated_fill import SplitPasses, simulate_fill
     from balancing.pipeline import operations
-    from megatron.balanced.layers.filled_schedule import FilledSchedule, use_filled_schedule
+    from megatron.balanced.fill.schedule import FilledSchedule, use_filled_schedule
 
     rank, (ranks, chunks) = dist.get_rank(), forward.shape
     micro_batches = len(stages[0].seconds["forward"])
@@ -329,7 +329,7 @@ def main() -> None:
 
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-    from megatron.balanced.layers.filled_schedule import with_filled_waits
+    from megatron.balanced.fill.schedule import with_filled_waits
 
     replace_name(torch.distributed, "batch_isend_irecv", _receives_first)
     replace_name(P2PCommunicator, "_communicate", with_filled_waits(P2PCommunicator._communicate))

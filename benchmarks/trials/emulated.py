@@ -1,8 +1,9 @@
 """The bad cases on emulated ranks.
 
-Four processes step together over gloo. Trials (`megatron.balanced.observe.trials`), plans of replicas and of sequences,
-and messages between hosts are real. A rank's compute and its transfers are timed waits: seconds by the tokens and
-query-key pairs that the plan, or Megatron-LM's layout, gives it. A balancer that is off in a step costs nothing there.
+Four processes step together over gloo. Trials (`megatron.balanced.trials.step_trials`), plans of replicas and of
+sequences, and messages between hosts are real. A rank's compute and its transfers are timed waits: seconds by the
+tokens and query-key pairs that the plan, or Megatron-LM's layout, gives it. A balancer that is off in a step costs
+nothing there.
 Steps far from a round of trials take no time.
 """
 
@@ -88,9 +89,9 @@ def _rank(case: Case) -> dict[str, Any]:
     from megatron.balanced.cpu.device import use_cpu
 
     use_cpu()
-    from megatron.balanced.observe.trials import StepTrials
     from megatron.balanced.run import Run
     from megatron.balanced.shared.callbacks import StepCallback
+    from megatron.balanced.trials.step_trials import StepTrials
 
     run = Run()
     for name in case.expected:

@@ -101,9 +101,9 @@ def run_job(case: Case, args: Any, config: Any) -> dict[str, Any]:
     import torch
     from megatron.core.transformer.moe.router import TopKRouter
 
-    from megatron.balanced.observe.trials import StepTrials
     from megatron.balanced.shared.callbacks import StepCallback
     from megatron.balanced.trainer.train import train
+    from megatron.balanced.trials.step_trials import StepTrials
 
     rows: list[dict[str, Any]] = []
 

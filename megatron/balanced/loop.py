@@ -17,7 +17,6 @@ from megatron.core.utils import get_model_config
 from balancing.trials import ClockGain, TrialConfig
 from megatron.balanced.experts.balancer import ExpertBalancer
 from megatron.balanced.layers.balancer import LayerBalancer
-from megatron.balanced.observe.trials import StepTrials
 from megatron.balanced.run import Run, step
 from megatron.balanced.sequences.balancer import SequenceBalancer
 from megatron.balanced.shared.callbacks import StepCallback
@@ -25,6 +24,7 @@ from megatron.balanced.shared.counters import keep_counters_exact
 from megatron.balanced.shared.loss_scale import share_loss_scale
 from megatron.balanced.shared.model_checks import unmark_model
 from megatron.balanced.shared.num_microbatches import schedule_of
+from megatron.balanced.trials.step_trials import StepTrials
 
 __all__ = ["Balancers", "ExpertBalancer", "LayerBalancer", "SequenceBalancer"]
 

@@ -79,7 +79,7 @@ class Counted(NamedTuple):
 def _rank(argv: list[str]) -> tuple[Run, Counted]:
     """The run of one rank, and what it computed later."""
     from balancing.experts.engine.slots import ReplicaSlots
-    from megatron.balanced.layers.weight_gradients import WeightGradients
+    from megatron.balanced.fill.weight_gradients import WeightGradients
 
     told, within = Counted([], []), []
     compute, accumulate = WeightGradients.compute, ReplicaSlots.accumulate_gradients

@@ -20,8 +20,8 @@ def _record() -> list[str]:
     from megatron.balanced.experts.balancer import ExpertBalancer
     from megatron.balanced.layers.balancer import LayerBalancer
     from megatron.balanced.observe.observer import Observer
-    from megatron.balanced.observe.trials import StepTrials
     from megatron.balanced.sequences.balancer import SequenceBalancer
+    from megatron.balanced.trials.step_trials import StepTrials
 
     calls: list[str] = []
     for owner in (Observer, StepTrials, SequenceBalancer, ExpertBalancer, LayerBalancer):

@@ -58,7 +58,7 @@ def test_trials_change_no_number(pool, tmp_path, flags, mode):
 
 def _remember_trials() -> list[Any]:
     """The trials that runs of this process make from now on."""
-    from megatron.balanced.observe.trials import StepTrials
+    from megatron.balanced.trials.step_trials import StepTrials
 
     made, init = [], StepTrials.__init__
 
@@ -76,7 +76,7 @@ def _with_times(argv: list[str], slower: float) -> tuple[RankRun | None, str]:
     import contextlib
     import io
 
-    from megatron.balanced.observe import trials
+    from megatron.balanced.trials import step_trials as trials
 
     made = _remember_trials()
 
@@ -266,7 +266,7 @@ def _with_layers(argv: list[str], moves: Plans, left_out: tuple[int, ...]) -> tu
     import io
 
     from megatron.balanced.layers.planning import LayerPlanner
-    from megatron.balanced.observe import trials
+    from megatron.balanced.trials import step_trials as trials
 
     made = _remember_trials()
     first, planned, add = min(moves, default=100), [], LayerPlanner.add

@@ -1,6 +1,7 @@
 """Imports go one way, in both packages and between them.
 
-    megatron.balanced:  loops  ->  trainer, loop  ->  experts, sequences, layers  ->  observe  ->  cpu  ->  shared
+    megatron.balanced:  loops  ->  trainer, loop  ->  experts, sequences, layers, fill, trials  ->  observe
+                        ->  cpu, run  ->  shared
     balancing:          whatif  ->  experts, sequences, layers  ->  pipeline, cluster, report  ->  files, processes
 
 No balancer imports another one, in neither package. Only the trainer imports `megatron.training` and reads a namespace
@@ -18,9 +19,9 @@ FLOORS = {
     "megatron.balanced": {
         "loops": 5,
         "trainer": 4, "loop": 4,
-        "experts": 3, "sequences": 3, "layers": 3,
+        "experts": 3, "sequences": 3, "layers": 3, "fill": 3, "trials": 3,
         "observe": 2,
-        "cpu": 1,
+        "cpu": 1, "run": 1,
         "shared": 0, "local": 0,
     },
     "balancing": {

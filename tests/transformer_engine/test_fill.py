@@ -64,7 +64,7 @@ DEFAULT = (
 
 def _rank(argv: list[str]) -> tuple[Run, int]:
     """The run of one rank, and the pieces that it computed before the end of a step."""
-    from megatron.balanced.layers.weight_gradients import WeightGradients
+    from megatron.balanced.fill.weight_gradients import WeightGradients
 
     early = 0
     compute = WeightGradients.compute

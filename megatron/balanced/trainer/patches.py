@@ -22,7 +22,7 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 
 from megatron.balanced.experts.known_counts import with_known_counts
-from megatron.balanced.layers.filled_schedule import with_filled_waits
+from megatron.balanced.fill.schedule import with_filled_waits
 from megatron.balanced.layers.recapture import remembered
 from megatron.balanced.run import Run
 from megatron.balanced.sequences.packed_messages import with_flat_batches, with_known_shapes

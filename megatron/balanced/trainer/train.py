@@ -21,12 +21,11 @@ from balancing.run_lock import one_run
 from balancing.sequences.engine.kernel_choice import KernelError
 from balancing.settings import SettingError
 from megatron.balanced.experts.balancer import ExpertBalancer, ReplicaMemoryError
-from megatron.balanced.layers.filled_schedule import WeightGradientFill
+from megatron.balanced.fill.schedule import WeightGradientFill
 from megatron.balanced.observe.empty_steps import EmptySteps
 from megatron.balanced.observe.observer import Observer
 from megatron.balanced.observe.own_rates import OwnRates
 from megatron.balanced.observe.report_writer import ReportWriter
-from megatron.balanced.observe.trials import StepTrials
 from megatron.balanced.run import Run
 from megatron.balanced.sequences.attention import use_document_positions
 from megatron.balanced.sequences.balancer import SequenceBalancer
@@ -53,6 +52,7 @@ from megatron.balanced.trainer.prediction import get_embedding_ranks
 from megatron.balanced.trainer.rendezvous import store_of_process_groups
 from megatron.balanced.trainer.sequence_rules import routes_by_sample, why_of_one_size, why_whole
 from megatron.balanced.trainer.watchdog.failure import stop
+from megatron.balanced.trials.step_trials import StepTrials
 
 __all__ = ["train"]
 

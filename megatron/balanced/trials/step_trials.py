@@ -17,9 +17,9 @@ from balancing.clock import CpuClock, CudaClock
 from balancing.report import event
 from balancing.trials import ClockGain, LeftOut, Pair, TrialConfig, Trials, TrialSchedule
 from megatron.balanced.cpu.device import is_cpu
-from megatron.balanced.observe.shares import what_ranks_share
 from megatron.balanced.run import Run
 from megatron.balanced.shared.callbacks import StepCallback
+from megatron.balanced.trials.shares import what_ranks_share
 
 __all__ = ["StepTrials"]
 

@@ -21,7 +21,7 @@ from megatron.core.utils import unwrap_model
 
 from balancing.layers.simulated_fill import SplitPasses, kept_share, simulate_fill
 from balancing.pipeline.schedule import Schedule, operations
-from megatron.balanced.layers.weight_gradients import WeightGradients, deferring
+from megatron.balanced.fill.weight_gradients import WeightGradients, deferring
 from megatron.balanced.shared.callbacks import StepCallback
 from megatron.balanced.shared.num_microbatches import get_num_microbatches
 from megatron.balanced.shared.process_groups import duplicate_group, gather_objects
