@@ -40,8 +40,8 @@ from balancing.experts.cost import TransferWindow, layer_cost
 from balancing.files import write_text
 from balancing.layers import LayerSeconds, StagePlan, plan_stages, refine_plan
 from balancing.sequences import limit_seconds, step_cost
-from balancing.whatif.job import read_flags
-from balancing.whatif.step import StepModel
+from balancing_tools.whatif.job import read_flags
+from balancing_tools.whatif.step import StepModel
 from benchmarks.baselines.experts import plan_replicas
 from benchmarks.baselines.layers import deepspeed_plan
 from benchmarks.baselines.sequences import plan_sequences

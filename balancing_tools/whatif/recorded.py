@@ -18,7 +18,7 @@ from balancing.layers.from_report import RecordedRun, read_run
 from balancing.layers.plan import Pipeline, plan_pipeline
 from balancing.layers.simulated_fill import weight_share
 from balancing.report import History, summarize
-from balancing.whatif.forecast import SCENARIOS, Forecast, schedule_seconds
+from balancing_tools.whatif.forecast import SCENARIOS, Forecast, schedule_seconds
 
 __all__ = ["forecast_recorded"]
 
