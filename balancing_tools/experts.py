@@ -23,9 +23,9 @@ from balancing.experts.cost import ExpertShape, MoELayerCost, TransferWindow, la
 from balancing.experts.load_history import total_variation
 from balancing.experts.plan import METHODS, Method, plan_replicas_layers
 from balancing.experts.split.split import traffic
-from balancing.experts.trace import LoadTrace, read_load_trace, read_reported_loads, write_load_trace
 from balancing.files import check_output
 from balancing.report import Damage, read_history, report_files
+from balancing_tools.load_trace import LoadTrace, read_load_trace, read_reported_loads, write_load_trace
 
 __all__ = ["main"]
 

@@ -17,9 +17,9 @@ from rich.table import Table
 
 from balancing.command_line import Parser, real_number, whole_number
 from balancing.layers.cost import LayerSeconds
-from balancing.layers.from_report import RecordedRun, estimate_memory, read_run
 from balancing.layers.memory import LayerMemory, stage_memory
 from balancing.layers.plan import Pipeline, plan_pipeline
+from balancing.layers.recorded import RecordedRun, estimate_memory
 from balancing.layers.repack import Repack, choose_repack, repack_options
 from balancing.layers.simulated_fill import weight_share
 from balancing.pipeline.fixed_parts import NAMES
@@ -28,6 +28,7 @@ from balancing.pipeline.pattern import read_pattern
 from balancing.pipeline.schedule import Schedule
 from balancing.pipeline.stage_plan import StagePlan
 from balancing.report import MOST_MICRO_BATCHES, read_history
+from balancing_tools.recorded_run import read_run
 
 __all__ = ["main"]
 

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from balancing.cluster import Cluster
-from balancing.experts import LoadTrace
 from balancing.layers import plan_stages
 from balancing.sequences import AttentionShape
+from balancing_tools.load_trace import LoadTrace
 from balancing_tools.whatif.forecast import Forecast, forecast, forecast_loads
 from balancing_tools.whatif.gains import batch_loads
 from balancing_tools.whatif.job import Job, read_flags

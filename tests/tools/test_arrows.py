@@ -1,7 +1,7 @@
 """Imports go one way, in all packages and between them.
 
     megatron.balanced:  loops  ->  trainer, loop  ->  experts, sequences, layers  ->  observe  ->  cpu  ->  shared
-    balancing_tools:    whatif, experts, layers, report, cluster, doctor
+    balancing_tools:    whatif, experts, layers, report, cluster, doctor  ->  load_trace, recorded_run
     balancing:          experts, sequences, layers  ->  pipeline, cluster, report  ->  files, processes
 
 No balancer imports another one, in neither package. Only the trainer imports `megatron.training` and reads a namespace
@@ -28,7 +28,8 @@ FLOORS = {
         "shared": 0, "local": 0,
     },
     "balancing_tools": {
-        "cluster": 0, "doctor": 0, "experts": 0, "layers": 0, "report": 0, "whatif": 0,
+        "cluster": 1, "doctor": 1, "experts": 1, "layers": 1, "report": 1, "whatif": 1,
+        "load_trace": 0, "recorded_run": 0,
     },
     "balancing": {
         "whatif": 4,  # starts the command

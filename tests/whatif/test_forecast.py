@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from balancing.cluster import Cluster
-from balancing.experts import LoadTrace, write_load_trace
+from balancing_tools.load_trace import LoadTrace, write_load_trace
 from balancing_tools.whatif import SCENARIOS, forecast, read_flags, verdict
 from balancing_tools.whatif.command import main
 from balancing_tools.whatif.forecast import schedule_seconds, shorter
