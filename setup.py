@@ -24,10 +24,9 @@ setup(
     python_requires=">=3.12",
     # With "" mapped to the checkout, an editable install is one .pth file, which type checkers and editors follow too.
     package_dir={"": "."},
-    packages=find_namespace_packages(
-        include=["balancing", "balancing.*", "megatron.balanced", "megatron.balanced.*"], exclude=["*.__pycache__"]
-    ),
-    package_data={"balancing.report": ["*.jinja"]},
+    # balancing and balancing_tools, and of the shared namespace our part
+    packages=find_namespace_packages(include=["balancing*", "megatron.balanced*"], exclude=["*.__pycache__"]),
+    package_data={"balancing_tools.report": ["*.jinja"]},
     py_modules=["pretrain_gpt"],
     entry_points={"verl.plugins": ["balanced = megatron.balanced.loops.verl_plugin"]},
     install_requires=[

@@ -10,9 +10,9 @@ sequences our code reads micro-batches instead of Megatron-LM's script; the scri
 ours. A figure is the median over steps, of the rank with the highest.
 
 The time per layer and micro-batch (for sequences, per micro-batch) is then added up for real jobs, as a share of their
-modelled step (`balancing.whatif`). Hosts run ahead of their GPUs, so this is an upper bound. If `--balance all` finds
-nothing to balance it switches everything off; the benchmark checks that no patch and no callback is left. Target: at
-most 1 % of a step.
+modelled step (`balancing_tools.whatif`). Hosts run ahead of their GPUs, so this is an upper bound. If `--balance all`
+finds nothing to balance it switches everything off; the benchmark checks that no patch and no callback is left. Target:
+at most 1 % of a step.
 """
 
 import argparse
@@ -30,8 +30,8 @@ from typing import Any
 
 from balancing.cluster import Cluster
 from balancing.files import write_text
-from balancing.whatif.forecast import forecast
-from balancing.whatif.job import read_recipe_flags
+from balancing_tools.whatif.forecast import forecast
+from balancing_tools.whatif.job import read_recipe_flags
 from benchmarks.replaced import replace_name
 from benchmarks.settings import settings
 

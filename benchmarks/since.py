@@ -23,7 +23,7 @@ __all__ = ["Age", "ages", "figures_of", "imported"]
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "benchmarks" / "README.md"
-_OURS = re.compile(r"(?:balancing|benchmarks|examples|megatron\.balanced|tests\.support)(?:\.\w+)*")
+_OURS = re.compile(r"(?:balancing(?:_tools)?|benchmarks|examples|megatron\.balanced|tests\.support)(?:\.\w+)*")
 _COMMIT = re.compile(r"\b(?=[a-f\d]*[a-f])(?=[a-f\d]*\d)[a-f\d]{7}\b")
 
 

@@ -1,8 +1,8 @@
-"""python -m balancing.cluster: print a preset, or measure this machine (see `balancing.cluster.measure`)."""
+"""python -m balancing.cluster: print a preset, or measure this machine (`balancing_tools.cluster`)."""
 
 import sys
 
-from balancing.cluster.measure import main
-
 if __name__ == "__main__":
+    from balancing_tools.cluster import main
+
     sys.exit(main())

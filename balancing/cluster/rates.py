@@ -22,7 +22,18 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-__all__ = ["ACCURACY", "ONE_RATE", "TILE", "AttentionCurve", "AttentionPoint", "KernelPoints", "ProductCurve", "Rates"]
+__all__ = [
+    "ACCURACY",
+    "ONE_RATE",
+    "TILE",
+    "AttentionCurve",
+    "AttentionPoint",
+    "KernelPoints",
+    "ProductCurve",
+    "Rates",
+    "attention_curve",
+    "causal_pairs",
+]
 
 # FLOP/s of flash attention over those of large matrix products, where nothing was measured: 0.57 on H200, 0.72 on A800.
 ONE_RATE = 0.6

@@ -1,1 +1,1 @@
-"""A check of this machine: the installed packages, the kernels that will run, the effect of each missing package."""
+"""What is installed on this machine, and what to say of a package that is broken."""

@@ -28,6 +28,7 @@ __all__ = [
     "find_megatron",
     "find_torch",
     "lacks",
+    "numbers",
     "use_megatron_core",
 ]
 

@@ -37,19 +37,12 @@ from balancing.experts.load_history import LoadHistory, total_variation
 from balancing.experts.placement import Copy, ReplicaPlacement, contiguous_homes
 from balancing.experts.plan import METHODS, plan_replicas, plan_replicas_layers
 from balancing.experts.split.split import Splitter, split_tokens, traffic
-from balancing.experts.trace import (
-    LoadTrace,
-    read_load_trace,
-    read_reported_loads,
-    write_load_trace,
-)
 
 __all__ = [
     "METHODS",
     "Copy",
     "ExpertShape",
     "LoadHistory",
-    "LoadTrace",
     "MoELayerCost",
     "ReplicaPlacement",
     "Splitter",
@@ -59,10 +52,7 @@ __all__ = [
     "layer_cost",
     "plan_replicas",
     "plan_replicas_layers",
-    "read_load_trace",
-    "read_reported_loads",
     "split_tokens",
     "total_variation",
     "traffic",
-    "write_load_trace",
 ]

@@ -30,7 +30,7 @@ def _report(options: argparse.Namespace) -> None:
     print_summary(summary)
     if options.no_html:
         return
-    from balancing.report.page import write_page  # matplotlib takes a while to import: not for the table alone
+    from balancing_tools.report.page import write_page  # matplotlib takes a while to import: not for the table alone
 
     write_page(path, history, summary)
     print(f"figures: {path}")

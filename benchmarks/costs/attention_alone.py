@@ -36,7 +36,7 @@ from balancing.sequences.cost import (
 )
 from balancing.sequences.rounds import plan_rounds, turn_tokens
 from balancing.sequences.traffic import kv_traffic, link_tokens_seconds, plan_links, traffic_seconds
-from balancing.whatif.lengths import draw_lengths
+from balancing_tools.whatif.lengths import draw_lengths
 from benchmarks.sequences.plans import baseline_parts
 
 __all__ = ["GPUS", "METHODS", "OURS", "PUBLISHED", "SHAPE", "batch", "modelled"]

@@ -17,9 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from balancing.experts import ReplicaPlacement, read_load_trace, traffic
+from balancing.experts import ReplicaPlacement, traffic
 from balancing.experts.config import ExpertConfig
 from balancing.experts.cost import TransferWindow, layer_cost
+from balancing_tools.load_trace import read_load_trace
 from benchmarks.baselines.experts import plan_replicas
 from benchmarks.experts.emulated_workload import SHAPE, Loads, Scale, made_up_loads, recorded_loads
 

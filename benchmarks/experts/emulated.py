@@ -37,9 +37,10 @@ from typing import Any
 
 import numpy as np
 
-from balancing.experts import ReplicaPlacement, TransferWindow, contiguous_homes, read_load_trace, traffic
+from balancing.experts import ReplicaPlacement, TransferWindow, contiguous_homes, traffic
 from balancing.experts.config import ExpertConfig
 from balancing.files import write_text
+from balancing_tools.load_trace import read_load_trace
 from benchmarks.baselines.experts import plan_replicas
 from benchmarks.emulated import EmulatedCluster, RankFailed, RunTimeout
 from benchmarks.emulated.rate import format_rate

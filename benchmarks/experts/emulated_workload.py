@@ -21,7 +21,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from balancing.cluster import Cluster
-from balancing.experts import ExpertShape, LoadTrace
+from balancing.experts import ExpertShape
+from balancing_tools.load_trace import LoadTrace
 from benchmarks.experts.synthetic import drifted, sampled_load, zipf_popularity
 
 __all__ = ["HIDDEN", "SHAPE", "TOP_K", "Loads", "Scale", "made_up_loads", "recorded_loads", "scaled_load"]

@@ -37,19 +37,11 @@ from rich.progress import Progress
 from rich.table import Table
 
 from balancing.cluster import Cluster
-from balancing.experts import (
-    ExpertShape,
-    LoadTrace,
-    ReplicaPlacement,
-    Splitter,
-    TransferWindow,
-    plan_replicas_layers,
-    read_load_trace,
-    traffic,
-)
+from balancing.experts import ExpertShape, ReplicaPlacement, Splitter, TransferWindow, plan_replicas_layers, traffic
 from balancing.experts.load_history import total_variation
 from balancing.experts.split.placed_split import SplitTables, place_all
 from balancing.files import write_text
+from balancing_tools.load_trace import LoadTrace, read_load_trace
 from benchmarks.baselines.experts import plan_replicas
 from benchmarks.experts.fewest import BETWEEN, by_link, fewest_replicas
 from benchmarks.experts.synthetic import DISTRIBUTIONS, drifted, sampled_load, zipf_popularity

@@ -7,7 +7,7 @@ are somewhat hot.
 
 import numpy as np
 
-from balancing.whatif.routing import drifted, sampled_load, zipf_popularity
+from balancing_tools.whatif.routing import drifted, sampled_load, zipf_popularity
 
 __all__ = ["DISTRIBUTIONS", "drifted", "lognormal_popularity", "sampled_load", "zipf_popularity"]
 

@@ -35,13 +35,14 @@ from rich.console import Console
 from rich.progress import Progress
 
 from balancing.cluster import Cluster
-from balancing.experts import ExpertShape, LoadTrace, read_load_trace, traffic
+from balancing.experts import ExpertShape, traffic
 from balancing.experts.cost import TransferWindow, layer_cost
 from balancing.files import write_text
 from balancing.layers import LayerSeconds, StagePlan, plan_stages, refine_plan
 from balancing.sequences import limit_seconds, step_cost
-from balancing.whatif.job import read_flags
-from balancing.whatif.step import StepModel
+from balancing_tools.load_trace import LoadTrace, read_load_trace
+from balancing_tools.whatif.job import read_flags
+from balancing_tools.whatif.step import StepModel
 from benchmarks.baselines.experts import plan_replicas
 from benchmarks.baselines.layers import deepspeed_plan
 from benchmarks.baselines.sequences import plan_sequences

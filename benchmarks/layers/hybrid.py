@@ -2,11 +2,11 @@
 
     python -m benchmarks.layers.hybrid [--emulated] [--json FILE]
 
-Patterns and sizes are published (sources in `MODELS`). Layers cost what `balancing.whatif` counts on H100: attention,
-MLP, MoE and Mamba layers by their shapes, and the head. Steps are simulated with Megatron's own 1F1B schedule. Without
-segments Megatron-LM gives each stage the same number of layers; its functional tests have segments (|), which are
-equal, too. "whole layers" is a bound: the slowest stage of the best plan, without warm-up and cool-down. "pays after"
-is the number of steps after which a move has paid off, at 50 GB/s and 0.25 s for new buffers.
+Patterns and sizes are published (sources in `MODELS`). Layers cost what `balancing_tools.whatif` counts on H100:
+attention, MLP, MoE and Mamba layers by their shapes, and the head. Steps are simulated with Megatron's own 1F1B
+schedule. Without segments Megatron-LM gives each stage the same number of layers; its functional tests have segments
+(|), which are equal, too. "whole layers" is a bound: the slowest stage of the best plan, without warm-up and cool-down.
+"pays after" is the number of steps after which a move has paid off, at 50 GB/s and 0.25 s for new buffers.
 
 With --emulated the pipelines also run by the clock, over gloo with stages as timed waits. Nothing is trained; takes
 seconds, with --emulated a minute on two idle cores. Exit code 1 if an emulated step is more than 5 % off the simulated.
@@ -24,8 +24,8 @@ import numpy as np
 from balancing.cluster import Cluster
 from balancing.files import write_text
 from balancing.layers import LayerSeconds, Pipeline, StagePlan, migration_seconds, plan_pipeline, plan_stages
-from balancing.whatif import read_flags
-from balancing.whatif.step import StepModel
+from balancing_tools.whatif import read_flags
+from balancing_tools.whatif.step import StepModel
 
 __all__ = ["CASES", "MODELS", "Case", "Row", "command_line", "main", "rows"]
 

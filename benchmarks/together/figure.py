@@ -9,8 +9,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from balancing.report import read_history
-from balancing.report.figures.style import BACKWARD, FORWARD
 from balancing.report.trace import TraceIteration
+from balancing_tools.report.figures.style import BACKWARD, FORWARD
 from benchmarks.figure_file import save_figure
 
 __all__ = ["BEFORE", "draw"]

@@ -5,7 +5,7 @@ its training on long documents, with its first layers frozen:
 
 - Layers: frozen layers have no backward pass, so the first stage is light.
 - Sequences: a micro-batch has 131,072 tokens of ProLong's mix of long and short documents
-  (`balancing.whatif.lengths`).
+  (`balancing_tools.whatif.lengths`).
 - Experts: routing as recorded while a small model trained (`benchmarks/traces/README.md`), another iteration in each
   step after one that warms up.
 
@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from balancing.sequences.engine.kernels import Pieces
-from balancing.whatif.lengths import draw_batch
+from balancing_tools.whatif.lengths import draw_batch
 from benchmarks.emulated.device import Device
 from benchmarks.settings import settings
 

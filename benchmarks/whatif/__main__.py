@@ -24,8 +24,8 @@ from balancing.sequences.cost import limit_seconds
 from balancing.sequences.plan import plan_sequences
 from balancing.sequences.planners.groups import deal_areas, number_of_groups
 from balancing.sequences.sequence_plan import AttentionShape, area_of_first
-from balancing.whatif.lengths import draw_batch
-from balancing.whatif.routing import sampled_load, zipf_popularity
+from balancing_tools.whatif.lengths import draw_batch
+from balancing_tools.whatif.routing import sampled_load, zipf_popularity
 from benchmarks.whatif.emulated import compare
 from benchmarks.whatif.gains import compare_gains
 from benchmarks.whatif.published import read_published

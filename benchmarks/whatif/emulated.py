@@ -18,14 +18,14 @@ from typing import Any
 import numpy as np
 
 from balancing.cluster import Cluster
-from balancing.experts import LoadTrace
 from balancing.layers import plan_stages
 from balancing.sequences import AttentionShape
-from balancing.whatif.forecast import Forecast, forecast, forecast_loads
-from balancing.whatif.gains import batch_loads
-from balancing.whatif.job import Job, read_flags
-from balancing.whatif.lengths import draw_batch
-from balancing.whatif.step import Efficiency, StepModel
+from balancing_tools.load_trace import LoadTrace
+from balancing_tools.whatif.forecast import Forecast, forecast, forecast_loads
+from balancing_tools.whatif.gains import batch_loads
+from balancing_tools.whatif.job import Job, read_flags
+from balancing_tools.whatif.lengths import draw_batch
+from balancing_tools.whatif.step import Efficiency, StepModel
 from benchmarks.experts.emulated import EXPERT_SECONDS
 from benchmarks.experts.emulated_workload import Scale as ExpertScale
 from benchmarks.experts.emulated_workload import made_up_loads

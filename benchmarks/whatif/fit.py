@@ -1,4 +1,4 @@
-"""Fit the constants of `balancing.whatif.step.Efficiency` to published steps, and see how they do on steps left out."""
+"""Fit the constants of `balancing_tools.whatif.step` to published steps, and see how they do on steps left out."""
 
 from collections.abc import Sequence
 from dataclasses import fields
@@ -7,7 +7,7 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from balancing.report.estimate import pipeline_seconds
-from balancing.whatif.step import Efficiency, StepModel
+from balancing_tools.whatif.step import Efficiency, StepModel
 from benchmarks.whatif.published import Published
 
 __all__ = ["fit", "held_out"]

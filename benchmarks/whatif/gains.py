@@ -7,9 +7,9 @@ that it publishes, and the layers, batch and micro-batches of Megatron-Bridge's 
 
 from dataclasses import dataclass, replace
 
-from balancing.whatif.forecast import forecast
-from balancing.whatif.job import read_flags
-from balancing.whatif.step import StepModel
+from balancing_tools.whatif.forecast import forecast
+from balancing_tools.whatif.job import read_flags
+from balancing_tools.whatif.step import StepModel
 from benchmarks.whatif.published import forecast_step, machine, read_published
 
 __all__ = ["GAINS", "Gain", "compare_gains"]

@@ -10,9 +10,9 @@ from types import MappingProxyType
 from typing import Any
 
 from balancing.cluster import PRESETS, Cluster
-from balancing.whatif.forecast import schedule_seconds
-from balancing.whatif.job import Job, read_flags
-from balancing.whatif.step import FITTED, Efficiency, StepModel
+from balancing_tools.whatif.forecast import schedule_seconds
+from balancing_tools.whatif.job import Job, read_flags
+from balancing_tools.whatif.step import FITTED, Efficiency, StepModel
 
 __all__ = ["Published", "forecast_step", "machine", "read_published"]
 

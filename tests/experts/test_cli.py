@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from balancing.experts import LoadTrace, read_load_trace, read_reported_loads, write_load_trace
-from balancing.experts.__main__ import main
+from balancing_tools.experts import main
+from balancing_tools.load_trace import LoadTrace, read_load_trace, read_reported_loads, write_load_trace
 from tests.support.made_up_run import Job, write_run
 
 COSTS = "--cluster h200-8x400g --hidden-size 4096 --moe-ffn-hidden-size 14336".split()

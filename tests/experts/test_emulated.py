@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from balancing.experts import LoadTrace, write_load_trace
+from balancing_tools.load_trace import LoadTrace, write_load_trace
 from benchmarks.experts.emulated import CEILING, VARIANTS, main, measure
 from benchmarks.experts.emulated_rank import routing_map
 from benchmarks.experts.emulated_workload import HIDDEN, SHAPE, TOP_K, Scale, made_up_loads, recorded_loads, scaled_load

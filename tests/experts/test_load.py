@@ -5,14 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from balancing.experts import (
-    LoadHistory,
-    LoadTrace,
-    read_load_trace,
-    total_variation,
-    write_load_trace,
-)
+from balancing.experts import LoadHistory, total_variation
 from balancing.experts.load_history import drifted_loads
+from balancing_tools.load_trace import LoadTrace, read_load_trace, write_load_trace
 from benchmarks.experts.synthetic import drifted, sampled_load, zipf_popularity
 
 

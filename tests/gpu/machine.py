@@ -13,7 +13,7 @@ __all__ = ["look", "notes", "obstacle", "problem"]
 
 def look() -> dict[str, Any]:
     """The doctor's facts, and of the driver: its version and the GPUs it lists."""
-    from balancing.doctor.__main__ import examine
+    from balancing_tools.doctor import examine
 
     return examine() | {"driver": _driver(), "visible": os.environ.get("CUDA_VISIBLE_DEVICES")}
 
@@ -30,7 +30,7 @@ def _driver() -> dict[str, Any]:
 
 def problem(facts: dict[str, Any]) -> str | None:
     """Why nothing can run here; None where something can."""
-    from balancing.doctor.__main__ import problem as cannot_train
+    from balancing_tools.doctor import problem as cannot_train
 
     torch, driver = facts["torch"], facts["driver"]
     if (reason := cannot_train(facts)) is not None:
@@ -52,7 +52,7 @@ def problem(facts: dict[str, Any]) -> str | None:
 
 def notes(facts: dict[str, Any]) -> list[str]:
     """What is missing or broken without stopping the acceptance."""
-    from balancing.doctor.__main__ import missing
+    from balancing_tools.doctor import missing
 
     return [f"{name}: {cost}" for name, cost in missing(facts).items()]
 

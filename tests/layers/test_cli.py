@@ -18,11 +18,12 @@ from balancing.layers import (
     repack_options,
     stage_memory,
 )
-from balancing.layers.__main__ import main
-from balancing.layers.from_report import estimate_memory, read_run
+from balancing.layers.recorded import estimate_memory
 from balancing.pipeline import MEGATRONS, Schedule, from_layout, to_layout
 from balancing.report import EventLog, observe, read_history, summarize
 from balancing.report.findings import finding_rows
+from balancing_tools.layers import main
+from balancing_tools.recorded_run import read_run
 from benchmarks.baselines.layers import first_fit
 from tests.support.made_up_run import Job, write_run
 

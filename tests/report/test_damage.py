@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from balancing.experts.__main__ import main as experts
-from balancing.layers.__main__ import main as layers
 from balancing.report import history as history_module
 from balancing.report import read_history
 from balancing.report.__main__ import main as report
 from balancing.report.trace import read_trace
-from balancing.whatif.__main__ import main as whatif
+from balancing_tools.experts import main as experts
+from balancing_tools.layers import main as layers
+from balancing_tools.whatif.command import main as whatif
 from tests.support.made_up_run import Job, write_run
 
 STAGES, LAYERS, SEQUENCES, EXPERTS = (

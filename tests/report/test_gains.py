@@ -10,12 +10,12 @@ import pytest
 from matplotlib.figure import Figure
 
 from balancing.report import EventLog, History, TraceLog, event, observe, read_history, summarize
-from balancing.report.figures import imbalance_curves
-from balancing.report.figures.imbalance import _mark
 from balancing.report.findings import answers, finding_rows, gain_rows, verdict
 from balancing.report.gains import over_the_run
-from balancing.report.page import page
 from balancing.report.table import print_summary
+from balancing_tools.report.figures import imbalance_curves
+from balancing_tools.report.figures.imbalance import _mark
+from balancing_tools.report.page import page
 from tests.support.made_up_run import Job
 
 FROZEN = {0: 0.25, 1: 0.25}

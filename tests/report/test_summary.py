@@ -11,12 +11,12 @@ import pytest
 
 from balancing.report import EventLog, History, Summary, event, observe, read_history, summarize
 from balancing.report.__main__ import main
-from balancing.report.figures.timeline import MOST_ROWS, ranks_shown
 from balancing.report.findings import answers, finding_rows, verdict
-from balancing.report.page import page
 from balancing.report.summary import warm_up
 from balancing.report.trace import TraceIteration, TraceLog
 from balancing.report.units import byte_count, count, duration
+from balancing_tools.report.figures.timeline import MOST_ROWS, ranks_shown
+from balancing_tools.report.page import page
 from tests.support.command import run_python
 from tests.support.made_up_run import Job, write_run
 

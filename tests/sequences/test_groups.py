@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from balancing.cluster import Cluster
 from balancing.sequences import AttentionShape, causal_area, plan_sequences
 from balancing.sequences.planners.groups import deal_areas, number_of_groups
-from balancing.whatif.lengths import DISTRIBUTIONS, draw_batch
+from balancing_tools.whatif.lengths import DISTRIBUTIONS, draw_batch
 
 SHAPE = AttentionShape(4096, 32, 8, 32, 14336)
 

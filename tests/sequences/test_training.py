@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from balancing.report.history import read_history
-from balancing.report.page import page
 from balancing.report.summary import summarize
+from balancing_tools.report.page import page
 from tests.layers.test_release import _train as _train_moving
 from tests.sequences.test_packed_documents import PACKED, PP, SP, Packed
 from tests.support.corpus import heavy_tailed, write_documents

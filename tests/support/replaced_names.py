@@ -18,7 +18,7 @@ __all__ = ["Replacement", "replacements"]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 _ROOTS = (REPOSITORY, *map(Path, sys.path))
-_OWNERS = ("balancing", "benchmarks", "examples", "megatron", "scripts", "tests")
+_OWNERS = ("balancing", "balancing_tools", "benchmarks", "examples", "megatron", "scripts", "tests")
 _ASSIGNS = re.compile(r"^ *(?!self\.)[A-Za-z_]\w*\.[\w.]+(,| = )|\bsetattr\(", re.M)
 _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 _Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef | ast.Module

@@ -1,16 +1,20 @@
-"""Imports go one way, in both packages and between them.
+"""Imports go one way, in all packages and between them.
 
     megatron.balanced:  loops  ->  trainer, loop  ->  experts, sequences, layers, fill, trials  ->  observe
                         ->  cpu, run  ->  shared
-    balancing:          whatif  ->  experts, sequences, layers  ->  pipeline, cluster, report  ->  files, processes
+    balancing_tools:    whatif, experts, layers, report, cluster, doctor  ->  load_trace, recorded_run
+    balancing:          experts, sequences, layers  ->  pipeline, cluster, report  ->  files, processes
 
 No balancer imports another one, in neither package. Only the trainer imports `megatron.training` and reads a namespace
-of arguments. `balancing` imports nothing of Megatron.
+of arguments. `balancing` imports nothing of Megatron. Tools import `balancing` alone, by its public names, and are
+imported by the files that start them.
 """
 
 import ast
+import importlib
 from collections.abc import Iterator
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -24,8 +28,12 @@ FLOORS = {
         "cpu": 1, "run": 1,
         "shared": 0, "local": 0,
     },
+    "balancing_tools": {
+        "cluster": 1, "doctor": 1, "experts": 1, "layers": 1, "report": 1, "whatif": 1,
+        "load_trace": 0, "recorded_run": 0,
+    },
     "balancing": {
-        "whatif": 4,
+        "whatif": 4,  # starts the command
         "experts": 3, "sequences": 3, "layers": 3,
         "cluster": 2, "doctor": 2, "pipeline": 2, "report": 2, "run_lock": 2,
         "files": 1, "messages": 1, "trials": 1, "worker": 1,
@@ -33,6 +41,15 @@ FLOORS = {
         "threads": 0, "upload": 0,
     },
 }  # fmt: skip
+
+
+# Commands, the page at the end of a report, and the forecast of a dry run: inside a function or a program, so that an
+# import of these packages never loads a tool.
+STARTS_A_TOOL = {
+    *(f"balancing/{name}/__main__.py" for name in ("cluster", "doctor", "experts", "layers", "report")),
+    "balancing/whatif.py",
+    "megatron/balanced/trainer/dry_run.py",
+}
 
 
 def _imports(path: Path) -> Iterator[str]:
@@ -76,6 +93,16 @@ def test_imports_go_one_way():
     assert not wrong
 
 
+def test_no_files_import_in_a_circle():
+    """Also where an import waits inside a function."""
+    paths = {path for package in FLOORS for path in (REPOSITORY / package.replace(".", "/")).rglob("*.py")}
+    files = {".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__"): path
+             for path in paths}  # fmt: skip
+    names = {name: {part for each in _imports(path) for part in (each, each.rpartition(".")[0])}
+             for name, path in files.items()}  # fmt: skip
+    TopologicalSorter({name: (found & files.keys()) - {name} for name, found in names.items()}).prepare()
+
+
 def test_no_balancer_imports_another():
     pairs = {(room, other[1], file) for file, (_, room), module in _arrows() if (other := _room(module))}
     assert not {pair for pair in pairs if {*pair[:2]} <= BALANCERS and pair[0] != pair[1]}
@@ -103,9 +130,33 @@ def test_only_the_trainer_reads_arguments_and_megatrons_training():
                 assert module.split(".")[0] != "argparse", file
 
 
-def test_the_planners_know_nothing_of_megatron():
-    assert not {file for file, (package, _), module in _arrows() if package == "balancing" and _is_megatron(module)}
+def test_planners_and_tools_know_nothing_of_megatron():
+    others = {"megatron", "benchmarks", "examples", "tests"}
+    assert not {file for file, (package, _), module in _arrows()
+                if package.startswith("balancing") and module.split(".")[0] in others}  # fmt: skip
 
 
-def _is_megatron(module: str) -> bool:
-    return module.split(".")[0] == "megatron"
+def test_tools_are_imported_where_they_are_started():
+    ours = {path for package in FLOORS if package != "balancing_tools"
+            for path in (REPOSITORY / package.replace(".", "/")).rglob("*.py")}  # fmt: skip
+    found = {str(path.relative_to(REPOSITORY)) for path in ours if any(map(_is_tool, _imports(path)))}
+    assert found == STARTS_A_TOOL
+    for file in found:
+        at_import = ast.parse((REPOSITORY / file).read_text()).body
+        assert not {node.module for node in at_import if isinstance(node, ast.ImportFrom) and _is_tool(node.module)}
+
+
+def _is_tool(module: str | None) -> bool:
+    return (module or "").split(".")[0] == "balancing_tools"
+
+
+def test_tools_import_public_names():
+    """Those of `__all__`."""
+    private = set()
+    for path in (REPOSITORY / "balancing_tools").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "balancing":
+                module = importlib.import_module(str(node.module))
+                public = {*getattr(module, "__all__", ()), "__version__"}
+                private |= {(path.name, node.module, alias.name) for alias in node.names if alias.name not in public}
+    assert not private

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from balancing.cluster import PRESETS, Cluster, measure
-from balancing.cluster.measure import main
+from balancing.cluster import PRESETS, Cluster
 from balancing.launch import Launch, detect_launch, detect_nics, host_memory
+from balancing_tools import cluster as measure
+from balancing_tools.cluster import main
 from tests.support.command import run_python
 
 REPOSITORY = Path(__file__).parents[2]

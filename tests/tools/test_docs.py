@@ -125,7 +125,7 @@ def flags():
     assert {"--balance-experts", "--num-layers", "--early-exit-layers"} <= own
     sources = [
         path
-        for part in ("balancing", "benchmarks", "megatron", "tests/support")
+        for part in ("balancing", "balancing_tools", "benchmarks", "megatron", "tests/support")
         for path in REPOSITORY.glob(f"{part}/**/*.py")
     ]
     sources += [REPOSITORY / "tests/conftest.py", *(path for path in REPOSITORY.glob("scripts/**/*") if path.is_file())]
@@ -156,7 +156,7 @@ def test_commands_name_modules_that_are_there(page):
 def test_paths_name_what_is_there(page):
     text = page.read_text()
     created = re.findall(r"^```python file=(\S+)", text, re.M)
-    folders = "scripts|tests|balancing|benchmarks|megatron|examples|docs"
+    folders = "scripts|tests|balancing|balancing_tools|benchmarks|megatron|examples|docs"
     for path in re.findall(rf"(?<![\w/.])(?:{folders})/[\w./-]+\w", text):
         found = (REPOSITORY / path).exists() or (page.parent / path).exists() or path in created
         assert found, f"{_name(page)} names {path}"

@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from balancing.doctor import __main__ as doctor
 from balancing.doctor import installed
-from balancing.doctor.__main__ import PROBES, kernels, missing, probe, problem
 from balancing.doctor.broken import broken, broken_import
 from balancing.doctor.installed import find_apex, find_megatron, find_torch, lacks, use_megatron_core
+from balancing_tools import doctor
+from balancing_tools.doctor import PROBES, kernels, missing, probe, problem
 from tests.support.patience import PATIENCE
 
 REPOSITORY = Path(__file__).parents[2]
@@ -406,9 +406,14 @@ def test_it_speaks_where_nothing_is_installed():
     assert "this machine cannot train" in done.stdout
 
 
-@pytest.mark.parametrize("name", ["__init__", "command_line", "doctor/__main__", "doctor/broken", "doctor/installed"])
+_OLD = ("__init__", "command_line", "doctor/__main__", "doctor/broken", "doctor/installed")
+
+
+@pytest.mark.parametrize(
+    "name", [*(f"balancing/{name}" for name in _OLD), "balancing_tools/__init__", "balancing_tools/doctor"]
+)
 def test_an_old_python_can_read_it(name):
-    source = (REPOSITORY / "balancing" / f"{name}.py").read_text(encoding="utf-8")
+    source = (REPOSITORY / f"{name}.py").read_text(encoding="utf-8")
     tree = ast.parse(source, feature_version=(3, 8))
-    if name.startswith("doctor"):
+    if "/doctor" in name and "__main__" not in name:
         assert any(isinstance(node, ast.ImportFrom) and node.module == "__future__" for node in tree.body)

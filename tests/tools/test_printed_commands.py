@@ -207,7 +207,7 @@ def test_the_tests_of_a_program_name_it(program):
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> dict[str, Path]:
     """What short forms read, by the name that stands for it, and an empty folder."""
-    from balancing.experts import LoadTrace, write_load_trace
+    from balancing_tools.load_trace import LoadTrace, write_load_trace
 
     folder, random = tmp_path_factory.mktemp("read"), np.random.default_rng(0)
     np.savez(folder / "lengths.npz", lengths=random.lognormal(6, 1, 400).astype(np.int64) + 1)

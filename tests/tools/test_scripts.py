@@ -297,7 +297,7 @@ def test_the_pinned_megatron_is_the_one_tested(metadata):
 
 
 def test_the_package_leaves_the_namespace_to_be_shared(metadata):
-    assert metadata["top_level.txt"].split() == ["balancing", "megatron", "pretrain_gpt"]
+    assert metadata["top_level.txt"].split() == ["balancing", "balancing_tools", "megatron", "pretrain_gpt"]
     sources = {os.path.normpath(name) for name in metadata["SOURCES.txt"].splitlines()}
     assert "megatron/balanced/__init__.py" in sources
     assert "megatron/__init__.py" not in sources and not (REPOSITORY / "megatron/__init__.py").exists()
@@ -305,7 +305,7 @@ def test_the_package_leaves_the_namespace_to_be_shared(metadata):
 
 def test_the_package_has_the_page_of_the_report(metadata):
     sources = {os.path.normpath(name) for name in metadata["SOURCES.txt"].splitlines()}
-    assert "balancing/report/page.html.jinja" in sources
+    assert "balancing_tools/report/page.html.jinja" in sources
     assert "jinja2\n" in metadata["requires.txt"]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("balancing", "benchmarks", "examples", "megatron", "scripts", "tests")
+FOLDERS = ("balancing", "balancing_tools", "benchmarks", "examples", "megatron", "scripts", "tests")
 _ENDS = {"os._exit", "os.abort", "sys.exit", "exit", "quit"}
 _ALL = {"Exception", "BaseException"}
 

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from balancing.cluster import Cluster
-from balancing.experts import LoadTrace, write_load_trace
-from balancing.whatif import SCENARIOS, forecast, read_flags, verdict
-from balancing.whatif.__main__ import main
-from balancing.whatif.forecast import schedule_seconds, shorter
-from balancing.whatif.gains import ROUTING, expert_loads
-from balancing.whatif.routing import gini_popularity
-from balancing.whatif.step import StepModel
+from balancing_tools.load_trace import LoadTrace, write_load_trace
+from balancing_tools.whatif import SCENARIOS, forecast, read_flags, verdict
+from balancing_tools.whatif.command import main
+from balancing_tools.whatif.forecast import schedule_seconds, shorter
+from balancing_tools.whatif.gains import ROUTING, expert_loads
+from balancing_tools.whatif.routing import gini_popularity
+from balancing_tools.whatif.step import StepModel
 from benchmarks.layers.hybrid import MODELS, command_line
 from benchmarks.whatif.gains import compare_gains
 from tests.support.made_up_run import Job as MadeUp

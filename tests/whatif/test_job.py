@@ -9,7 +9,7 @@ import pytest
 
 from balancing.pipeline import MEGATRONS, Schedule
 from balancing.sequences.config import SequenceConfig
-from balancing.whatif.job import flag_table, read_flags, read_recipe_flags
+from balancing_tools.whatif.job import flag_table, read_flags, read_recipe_flags
 from examples.dynamic_models.config import DynamicsConfig
 from tests.support.command import run_python
 from tests.support.recipe_files import read_recipes

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from balancing.cluster import Cluster
-from balancing.whatif.job import read_flags
-from balancing.whatif.step import FITTED_ERROR, StepModel
+from balancing_tools.whatif.job import read_flags
+from balancing_tools.whatif.step import FITTED_ERROR, StepModel
 from benchmarks.whatif.published import read_published
 
 # Deeper pipelines take seconds to simulate.

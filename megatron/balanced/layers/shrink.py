@@ -18,7 +18,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from balancing.launch import detect_launch
 from balancing.layers import LayerSeconds, Release, StagePlan, choose_repack, release_of, repack_options
 from balancing.layers.config import LayerConfig
-from balancing.layers.from_report import RecordedRun, estimate_memory
+from balancing.layers.recorded import RecordedRun, estimate_memory
 from megatron.balanced.layers.move_groups import MoveGroups
 from megatron.balanced.shared.callbacks import StepCallback
 from megatron.balanced.shared.num_microbatches import get_num_microbatches

@@ -56,8 +56,8 @@ _LOOKED_FOR = {
     "megatron.core.models.common.embeddings.rope_utils": ("fused_apply_rotary_pos_emb",),
 }
 
-# What a forecast assumes, by names of balancing.whatif: the document lengths of a public long-context data set, and
-# expert skew measured on real text.
+# What a forecast assumes, by names of balancing_tools.whatif: the document lengths of a public long-context data set,
+# and expert skew measured on real text.
 _LENGTHS, _ROUTING = "prolong", "dodoco-mha"
 
 _assumed = False
@@ -204,8 +204,8 @@ def _state_lines(args: argparse.Namespace, ranks: int) -> list[str]:
 
 def _gain_lines(args: argparse.Namespace, config: BalanceConfig, frozen: int | None) -> list[str]:
     """What balancing would save, where `--cluster` says how fast the machine is."""
-    from balancing.whatif.forecast import forecast, verdict, when_shorter  # runs that train do not need these
-    from balancing.whatif.job import flag_table, read_recipe_flags
+    from balancing_tools.whatif.forecast import forecast, verdict, when_shorter  # runs that train do not need these
+    from balancing_tools.whatif.job import flag_table, read_recipe_flags
     from megatron.balanced.trainer.kernels import with_planned_kernel
 
     cluster = cluster_from_flags(config, args.world_size)

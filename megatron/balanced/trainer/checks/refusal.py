@@ -15,7 +15,7 @@ from megatron.balanced.trainer.checks.checkpoints import explain_checkpoint, ful
 
 __all__ = ["explain", "is_refusal", "is_training"]
 
-_OURS = [Path(__file__).parents[2], Path(__file__).parents[4] / "balancing"]
+_OURS = [Path(__file__).parents[2], *(Path(__file__).parents[4] / name for name in ("balancing", "balancing_tools"))]
 _LIBRARIES = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
 _MESSAGES = (ValueError, AssertionError, RuntimeError, ImportError, OSError)  # their text is enough for a user
 

@@ -23,7 +23,7 @@ from balancing.layers.cost import LayerSeconds
 from balancing.layers.memory import LayerMemory, stage_memory
 from balancing.pipeline.stage_plan import StagePlan
 from balancing.sequences.cost import pair_flops
-from balancing.whatif.job import Job, has_attention
+from balancing_tools.whatif.job import Job, has_attention
 
 __all__ = ["FITTED", "FITTED_ERROR", "Efficiency", "LayerWork", "StepModel"]
 

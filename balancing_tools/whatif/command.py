@@ -18,17 +18,17 @@ from rich.table import Table
 
 from balancing.cluster import PRESETS, Cluster
 from balancing.command_line import Parser, whole_number
-from balancing.experts import LoadTrace, read_load_trace
 from balancing.files import check_output, read_arrays, write_text
 from balancing.report import read_history, report_files
 from balancing.report.units import duration, share
 from balancing.sequences.engine.kernel_choice import KERNELS, planned_kernels
-from balancing.whatif.forecast import Forecast, forecast, verdict
-from balancing.whatif.gains import ROUTING
-from balancing.whatif.job import read_flags
-from balancing.whatif.lengths import DISTRIBUTIONS
-from balancing.whatif.recorded import forecast_recorded
-from balancing.whatif.step import FITTED_ERROR
+from balancing_tools.load_trace import LoadTrace, read_load_trace
+from balancing_tools.whatif.forecast import Forecast, forecast, verdict
+from balancing_tools.whatif.gains import ROUTING
+from balancing_tools.whatif.job import read_flags
+from balancing_tools.whatif.lengths import DISTRIBUTIONS
+from balancing_tools.whatif.recorded import forecast_recorded
+from balancing_tools.whatif.step import FITTED_ERROR
 
 __all__ = ["main"]
 
@@ -236,7 +236,3 @@ def _print(title: str, groups: Sequence[Sequence[Forecast]], verdicts: Sequence[
     )
     for note in (*_off(groups), *notes):
         console.print(note, style="dim")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

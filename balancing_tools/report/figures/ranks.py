@@ -8,7 +8,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from balancing.report.figures.style import (
+from balancing.report.summary import RankLoad
+from balancing.report.units import byte_count, count
+from balancing_tools.report.figures.style import (
     FORWARD,
     IDLE,
     INK,
@@ -22,8 +24,6 @@ from balancing.report.figures.style import (
     outline,
     svg,
 )
-from balancing.report.summary import RankLoad
-from balancing.report.units import byte_count, count
 
 __all__ = ["rank_attention", "rank_memory", "rank_time", "rank_work"]
 

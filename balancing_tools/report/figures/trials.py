@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from matplotlib.ticker import MaxNLocator, NullLocator, ScalarFormatter
 
-from balancing.report.figures.style import BACKWARD, FORWARD, INK, LEVEL, NEUTRAL, OTHER, new_figure, svg
 from balancing.trials import ClockGain, Pair
+from balancing_tools.report.figures.style import BACKWARD, FORWARD, INK, LEVEL, NEUTRAL, OTHER, new_figure, svg
 
 __all__ = ["pairs_of_steps"]
 

@@ -15,7 +15,6 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from balancing.files import write_text
-from balancing.report import figures
 from balancing.report.findings import (
     ACTIONS,
     FINDINGS,
@@ -32,6 +31,7 @@ from balancing.report.history import History, report_files
 from balancing.report.summary import Summary
 from balancing.report.trace import TraceIteration
 from balancing.report.units import byte_count, count, duration, ratio, share
+from balancing_tools.report import figures
 
 __all__ = ["page", "write_page"]
 

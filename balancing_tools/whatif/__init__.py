@@ -10,7 +10,7 @@
     routing     loads of experts of given skew
 """
 
-from balancing.whatif.forecast import SCENARIOS, WORTH, Forecast, forecast, verdict
-from balancing.whatif.job import Job, read_flags, read_recipe_flags
+from balancing_tools.whatif.forecast import SCENARIOS, WORTH, Forecast, forecast, verdict
+from balancing_tools.whatif.job import Job, read_flags, read_recipe_flags
 
 __all__ = ["SCENARIOS", "WORTH", "Forecast", "Job", "forecast", "read_flags", "read_recipe_flags", "verdict"]

@@ -5,7 +5,8 @@ from itertools import pairwise
 import numpy as np
 from matplotlib.axes import Axes
 
-from balancing.report.figures.style import (
+from balancing.report.summary import LayerCosts
+from balancing_tools.report.figures.style import (
     BACKWARD,
     FORWARD,
     GRID,
@@ -19,7 +20,6 @@ from balancing.report.figures.style import (
     outline,
     svg,
 )
-from balancing.report.summary import LayerCosts
 
 __all__ = ["layer_costs", "stage_time"]
 

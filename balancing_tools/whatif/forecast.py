@@ -11,16 +11,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from balancing.cluster import Cluster
-from balancing.experts import LoadTrace
 from balancing.layers.cost import LayerSeconds
 from balancing.layers.plan import Pipeline, Running, plan_pipeline
 from balancing.layers.repack import Repack, choose_repack, repack_options
 from balancing.layers.simulated_fill import weight_share
 from balancing.pipeline.schedule import MEGATRONS, Schedule
 from balancing.pipeline.stage_plan import StagePlan
-from balancing.whatif.gains import ExpertLoads, SequenceLoads, expert_loads, sequence_loads
-from balancing.whatif.job import Job
-from balancing.whatif.step import FITTED, Efficiency, LayerWork, StepModel
+from balancing_tools.load_trace import LoadTrace
+from balancing_tools.whatif.gains import ExpertLoads, SequenceLoads, expert_loads, sequence_loads
+from balancing_tools.whatif.job import Job
+from balancing_tools.whatif.step import FITTED, Efficiency, LayerWork, StepModel
 
 __all__ = [
     "SCENARIOS",

@@ -6,7 +6,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 
-from balancing.report.figures.style import (
+from balancing_tools.report.figures.style import (
     INK,
     MUTED,
     NEUTRAL,

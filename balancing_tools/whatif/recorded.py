@@ -13,12 +13,14 @@ from dataclasses import replace
 import numpy as np
 
 from balancing.cluster import Cluster
-from balancing.experts import plan_replicas, read_reported_loads, traffic
-from balancing.layers.from_report import RecordedRun, read_run
+from balancing.experts import plan_replicas, traffic
 from balancing.layers.plan import Pipeline, plan_pipeline
+from balancing.layers.recorded import RecordedRun
 from balancing.layers.simulated_fill import weight_share
 from balancing.report import History, summarize
-from balancing.whatif.forecast import SCENARIOS, Forecast, schedule_seconds
+from balancing_tools.load_trace import read_reported_loads
+from balancing_tools.recorded_run import read_run
+from balancing_tools.whatif.forecast import SCENARIOS, Forecast, schedule_seconds
 
 __all__ = ["forecast_recorded"]
 

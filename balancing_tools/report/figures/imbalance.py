@@ -7,7 +7,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from balancing.report.figures.style import (
+from balancing.report.gains import over_the_run
+from balancing.report.history import History
+from balancing_tools.report.figures.style import (
     BACKWARD,
     BEFORE,
     FORWARD,
@@ -21,8 +23,6 @@ from balancing.report.figures.style import (
     new_figure,
     svg,
 )
-from balancing.report.gains import over_the_run
-from balancing.report.history import History
 
 __all__ = ["imbalance_curves"]
 

@@ -15,15 +15,16 @@ import numpy as np
 from balancing.cluster import Cluster
 from balancing.cluster.links import exchange_seconds
 from balancing.cluster.rates import ONE_RATE
-from balancing.experts import ExpertShape, LoadTrace, TransferWindow, layer_cost, plan_replicas, traffic
+from balancing.experts import ExpertShape, TransferWindow, layer_cost, plan_replicas, traffic
 from balancing.sequences.cost import step_cost, whole_seconds
 from balancing.sequences.domain_choice import WORTH as DOMAIN_WORTH
 from balancing.sequences.domain_choice import planned_ranks
 from balancing.sequences.plan import plan_sequences
 from balancing.sequences.sequence_plan import AttentionShape, causal_area
-from balancing.whatif.lengths import draw_batch
-from balancing.whatif.routing import drifted, gini_popularity, sampled_load, zipf_popularity
-from balancing.whatif.step import StepModel
+from balancing_tools.load_trace import LoadTrace
+from balancing_tools.whatif.lengths import draw_batch
+from balancing_tools.whatif.routing import drifted, gini_popularity, sampled_load, zipf_popularity
+from balancing_tools.whatif.step import StepModel
 
 __all__ = ["ROUTING", "ExpertLoads", "SequenceLoads", "batch_loads", "expert_loads", "sequence_loads"]
 
@@ -206,7 +207,7 @@ def sequence_loads(
 ) -> SequenceLoads:
     """Attention of a job whose sequences are packed with documents that do not see each other.
 
-    lengths: the name of a distribution of `balancing.whatif.lengths`, or recorded lengths.
+    lengths: the name of a distribution of `balancing_tools.whatif.lengths`, or recorded lengths.
 
     Replicas of an expert-parallel group wait for each other in every MoE layer, so a micro-batch of the group costs as
     much as the largest one of its replicas. A replica's time is the sum over its micro-batches, and the step takes the

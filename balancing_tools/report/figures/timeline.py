@@ -5,7 +5,9 @@ from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.patches import Patch
 
-from balancing.report.figures.style import (
+from balancing.report.record import Span
+from balancing.report.trace import TraceIteration
+from balancing_tools.report.figures.style import (
     BACKWARD,
     FORWARD,
     IDLE,
@@ -16,8 +18,6 @@ from balancing.report.figures.style import (
     new_figure,
     svg,
 )
-from balancing.report.record import Span
-from balancing.report.trace import TraceIteration
 
 __all__ = ["MOST_ROWS", "choose", "ranks_shown", "timeline"]
 
