@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 
 from balancing.cluster import Cluster
+from balancing.kernels.pairs import token_counts
 from balancing.sequences.cost import extra_pairs, step_cost
 from balancing.sequences.planners.chunks import balanced_chunks, dealt_again
 from balancing.sequences.planners.dealing import even_counts
@@ -28,7 +29,6 @@ from balancing.sequences.sequence_plan import (
     SequencePlan,
     Shard,
     same_exchange,
-    token_counts,
 )
 
 __all__ = [

@@ -20,9 +20,9 @@ from balancing.cluster import PRESETS, Cluster
 from balancing.command_line import Parser, whole_number
 from balancing.experts import LoadTrace, read_load_trace
 from balancing.files import check_output, read_arrays, write_text
+from balancing.kernels.choice import KERNELS, planned_kernels
 from balancing.report import read_history, report_files
 from balancing.report.units import duration, share
-from balancing.sequences.engine.kernel_choice import KERNELS, planned_kernels
 from balancing.whatif.forecast import Forecast, forecast, verdict
 from balancing.whatif.gains import ROUTING
 from balancing.whatif.job import read_flags

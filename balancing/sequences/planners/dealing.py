@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 
-from balancing.sequences.sequence_plan import area_between
+from balancing.kernels.pairs import area_between
 
 __all__ = ["TOLERANCE", "Piece", "deal", "even_counts", "joined", "piece_area"]
 
