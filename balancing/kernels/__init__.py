@@ -9,17 +9,14 @@
     merging   partial results merged, and gradients added; `rows` has both as Triton kernels
     pairs     query-key pairs and FLOPs, for cost models and planners
 
-To add a kernel: write a class with the methods of `Kernel` (and `refusal`, for what it does not take) in a file of its
-own. Give it a name in `KERNELS` and a loader in `_loads` of `choice`, and the name to `SequenceConfig.kernel`.
-
-To add a variant of attention, such as a soft cap of scores:
+To add a kernel: a file with a class that has the methods of `Kernel`; its name in `KERNELS` and its loader in `_loads`
+of `choice`; the name in the choices of `SequenceConfig.kernel`. To add a variant of attention, such as a soft cap:
 
 1. `base`: a field of `Pieces`, None by default, and its formula in `_Products`, forward and backward.
-2. `flash`, `cudnn`: pass it on as an argument, or refuse such pieces in `refusal`. `_Cpu` leaves them to `PRODUCTS`.
+2. `flash`, `cudnn`: an argument, or a reason in `refusal`. `_Cpu` leaves such pieces to `PRODUCTS`.
 3. `trial`: a kind of pieces in `samples` and `kind_of`, tried if `AttentionHeads` says that the model has it.
-4. `balancing.sequences.engine.program` makes the pieces of a call, and `megatron.balanced.sequences.shape` reads the
-   model.
+4. `sequences.engine.program`, which makes the pieces, sets the field; `megatron.balanced.sequences.shape` reads it.
 
-`choice` compares every kernel with `PRODUCTS` on every kind of `samples`. One that computes something else is left out,
-and one that raises an error leaves that kind to the next kernel. `tests/kernels` compares `PRODUCTS` with autograd.
+`choice` compares each kernel with `PRODUCTS` on every kind, leaves out what computes something else, and gives kinds
+that a kernel refuses to the next one. `tests/kernels` compares `PRODUCTS` with autograd.
 """

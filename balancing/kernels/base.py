@@ -9,7 +9,7 @@ With a window of w a query sees only the last w + 1 of these keys. Query head h 
 h // (heads / kv_heads), as usual for grouped-query and multi-query attention.
 
 Here are the kernels that run anywhere: PyTorch's flash attention for CPUs, float64 included, and matrix products in
-tiles of queries, exact and slow. Those for GPUs are in `flash` and `cudnn`. `choice` chooses.
+tiles of queries, exact and slow.
 """
 
 from collections.abc import Sequence
