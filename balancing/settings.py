@@ -6,7 +6,7 @@ given in Python and in a file for `pretrain_gpt.py --balance-config`.
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Collection
 from typing import Any
 
 __all__ = ["SettingError", "check_settings", "setting"]
@@ -29,7 +29,7 @@ def setting(
     *,
     flag: str | None = None,
     metavar: str | None = None,
-    choices: Sequence[str] = (),
+    choices: Collection[str] = (),
     needs: str | None = None,
     **bounds: float,
 ) -> Any:
@@ -37,13 +37,13 @@ def setting(
 
     flag: the command-line flag, if there is one, such as "--balance-experts".
     metavar: the name of the flag's value in the help text.
-    choices: the values that a string may have.
+    choices: the values that a string may have, such as the keys of a dict of planners.
     needs: another field without which this field has no effect. Callers check it.
     bounds: limits of a number. `least` and `most` are allowed values, `above` and `below` are not. None is always
         allowed.
     """
     assert bounds.keys() <= {"least", "most", "above", "below"}, bounds
-    given = {"help": explanation, "flag": flag, "metavar": metavar, "choices": list(choices), "needs": needs}
+    given = {"help": explanation, "flag": flag, "metavar": metavar, "choices": choices, "needs": needs}
     return dataclasses.field(default=default, metadata=given | {"bounds": bounds})
 
 

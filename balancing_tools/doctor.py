@@ -81,7 +81,7 @@ found = {}
 GPU_PROBES = {
     "triton": """
 import torch, triton, warnings
-from balancing.sequences.engine.merging import choose_merge
+from balancing.kernels.merging import choose_merge
 warnings.simplefilter("error")  # of a kernel that does not compile, or computes something else
 choose_merge(torch.device("cuda"))
 found = dict(version=triton.__version__)

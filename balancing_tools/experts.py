@@ -21,7 +21,7 @@ from balancing.cluster import Cluster
 from balancing.command_line import Parser, real_number, whole_number
 from balancing.experts.cost import ExpertShape, MoELayerCost, TransferWindow, layer_cost
 from balancing.experts.load_history import total_variation
-from balancing.experts.plan import METHODS, Method, plan_replicas_layers
+from balancing.experts.plan import METHODS, plan_replicas_layers
 from balancing.experts.split.split import traffic
 from balancing.files import check_output
 from balancing.report import Damage, read_history, report_files
@@ -173,7 +173,7 @@ def _costs(options: argparse.Namespace, ranks: int) -> tuple[ExpertShape | None,
     return shape, node.relabel(-(-ranks // node.ranks_per_node), node.ranks_per_node)
 
 
-def _replay(counts: np.ndarray, follow: np.ndarray, method: Method, machine: _Machine) -> _Replay:
+def _replay(counts: np.ndarray, follow: np.ndarray, method: str, machine: _Machine) -> _Replay:
     """Place replicas from the record before each record of `follow`, and split that record over them.
 
     counts: as in `LoadTrace`.

@@ -289,7 +289,7 @@ class Cluster:
     def with_kernel(self, *names: str) -> Self:
         """The same hardware with attention planned as the kernel `names` computes it, if its rates are known.
 
-        names: of `Rates.attention`, as in `balancing.sequences.engine`: "fa2", "fa3", "cudnn". Of several the fastest
+        names: of `Rates.attention`, as in `balancing.kernels.choice`: "fa2", "fa3", "cudnn". Of several the fastest
             on long documents.
         """
         known = [name for name in names if self.rates is not None and name in dict(self.rates.attention)]

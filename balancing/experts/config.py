@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+from balancing.experts.plan import MIN_GAIN, PLANNERS
 from balancing.settings import check_settings, setting
 
 __all__ = ["ExpertConfig"]
@@ -27,7 +28,7 @@ class ExpertConfig:
         "quota",
         "quota: replicas are placed from past loads, and tokens are divided exactly by the current load. prophet: the "
         "planner of Pro-Prophet. none: no replicas.",
-        choices=("quota", "prophet", "none"),
+        choices=PLANNERS,
     )
     replica_mode: str = setting(
         "auto",
@@ -37,7 +38,7 @@ class ExpertConfig:
     )
     plan_interval: int = setting(1, "Iterations from one placement of replicas to the next.", least=1)
     min_gain: float = setting(
-        0.02,
+        MIN_GAIN,
         "Place replicas only if they are predicted to lower the load of the busiest rank by at least this fraction.",
         least=0,
         below=1,

@@ -1,29 +1,40 @@
-"""Placement of replicas from a load, with any of the planners.
+"""Placement of replicas from a load, with any planner of `PLANNERS`.
 
-Planning is pure and deterministic: all ranks call it with the same load and get the same placement. The planners are
-"quota" (this project's, `balancing.experts.planners.quota`), "prophet" (Pro-Prophet) and "none". The placement carries
-its planner's rule for dividing tokens over instances, so `split_tokens` works with all of them.
+Planning is pure and deterministic: all ranks call it with the same load and get the same placement. The placement
+carries its planner's rule for dividing tokens over instances, so `split_tokens` works with all of them.
 """
 
 from collections.abc import Sequence
-from typing import Literal, assert_never, get_args
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from balancing.cluster import Cluster
-from balancing.experts.config import ExpertConfig
 from balancing.experts.cost import ExpertShape, TransferWindow
 from balancing.experts.load_history import drifted_loads
 from balancing.experts.placement import ReplicaPlacement, contiguous_homes
-from balancing.experts.planners.prophet import prophet_slots
-from balancing.experts.planners.quota import QuotaPlanner
+from balancing.experts.planners.problem import Problem
+from balancing.experts.planners.prophet import plan_prophet
+from balancing.experts.planners.quota.planner import plan_quota
 from balancing.experts.split.split import Splitter
 
-__all__ = ["METHODS", "Method", "plan_replicas", "plan_replicas_layers"]
+__all__ = ["METHODS", "MIN_GAIN", "PLANNERS", "Planner", "plan_replicas", "plan_replicas_layers"]
 
-Method = Literal["none", "quota", "prophet"]
-METHODS: tuple[Method, ...] = get_args(Method)
+MIN_GAIN = 0.02  # of the busiest rank's tokens, by default
+
+
+class Planner(Protocol):
+    def __call__(self, loads: np.ndarray, problem: Problem) -> Sequence[ReplicaPlacement]:
+        """One placement a layer, from loads [layer, source_rank, expert]. Pure: all ranks get the same."""
+
+
+PLANNERS: dict[str, Planner] = {
+    "none": lambda loads, problem: [problem.placement(problem.empty)] * len(loads),
+    "quota": plan_quota,
+    "prophet": plan_prophet,
+}
+METHODS = tuple(PLANNERS)
 
 
 def plan_replicas(
@@ -34,9 +45,9 @@ def plan_replicas(
     shape: ExpertShape | None = None,
     window: TransferWindow | None = None,
     home: ArrayLike | None = None,
-    method: Method = "quota",
+    method: str = "quota",
     drift: float = 0.0,
-    min_gain: float = ExpertConfig.min_gain,
+    min_gain: float = MIN_GAIN,
 ) -> ReplicaPlacement:
     """Plan the replicas of one layer, as training does.
 
@@ -57,9 +68,10 @@ def plan_replicas(
     no multiple of the ranks; for more ranks than the cluster has; for negative slots; for `shape` or `window` alone;
     for a drift out of range; and for an unknown method.
     """
-    options = {"slots": slots, "shape": shape, "window": window, "home": home}
-    how = {"method": method, "drift": drift, "min_gain": min_gain}
-    return plan_replicas_layers(np.asarray(load)[None], cluster, **options, **how)[0]  # type: ignore[arg-type]
+    return plan_replicas_layers(
+        np.asarray(load)[None], cluster, slots=slots, shape=shape, window=window, home=home, method=method, drift=drift,
+        min_gain=min_gain,
+    )[0]  # fmt: skip
 
 
 def _busiest(loads: Sequence[np.ndarray], placement: ReplicaPlacement) -> int:
@@ -76,9 +88,9 @@ def plan_replicas_layers(
     shape: ExpertShape | None = None,
     window: TransferWindow | None = None,
     home: ArrayLike | None = None,
-    method: Method = "quota",
+    method: str = "quota",
     drift: float = 0.0,
-    min_gain: float = ExpertConfig.min_gain,
+    min_gain: float = MIN_GAIN,
 ) -> tuple[ReplicaPlacement, ...]:
     """`plan_replicas` for several layers at once. Returns one placement a layer.
 
@@ -91,32 +103,20 @@ def plan_replicas_layers(
         raise ValueError("shape, the size of an expert, and window, what overlaps its transfers, come together")
     if not 0 <= drift <= 1:
         raise ValueError(f"drift={drift} is a fraction of all tokens: at least 0 and at most 1")
-    ranks = loads.shape[1]
-    nodes = min(ranks, cluster.ranks_per_node), cluster.nics_per_node
-    alone = ReplicaPlacement(homes, np.full((ranks, slots), -1), "level", *nodes)
-    if method == "none" or slots == 0 or ranks == 1:
+    problem = Problem(cluster, homes, slots, shape, window or TransferWindow(), drift)
+    alone = problem.placement(problem.empty)
+    if slots == 0 or problem.ranks == 1:
         return (alone,) * len(loads)
-    planned: Sequence[ReplicaPlacement]
-    if method == "quota":
-        planned = QuotaPlanner(cluster, homes, slots, shape, window or TransferWindow(), drift)(loads)
-    elif method == "prophet":
-        hidden_under = window.hidden_under if window else None
-        planned = [
-            ReplicaPlacement(
-                homes, prophet_slots(load, homes, cluster, slots, shape=shape, hidden_under=hidden_under), "own", *nodes
-            )
-            for load in loads
-        ]
-    else:
-        assert_never(method)
     return tuple(
         placement if min_gain <= 0 or _gain(load, placement, alone, drift) >= min_gain else alone
-        for load, placement in zip(loads, planned, strict=True)
+        for load, placement in zip(loads, PLANNERS[method](loads, problem), strict=True)
     )
 
 
 def _gain(load: np.ndarray, placement: ReplicaPlacement, alone: ReplicaPlacement, drift: float) -> float:
     """The fraction of the busiest rank's tokens that replicas spare it, now and after the drift."""
+    if not placement.replicas:
+        return 0.0
     loads = drifted_loads(np.rint(load).astype(np.int64), drift)
     return 1 - _busiest(loads, placement) / max(_busiest(loads, alone), 1)
 
@@ -125,8 +125,8 @@ def _checked(
     load: np.ndarray, cluster: Cluster, slots: int, home: ArrayLike | None, method: str
 ) -> tuple[np.ndarray, np.ndarray]:
     """Check the arguments. Returns the load, float64 [layer, source_rank, expert], and the homes, int64 [expert]."""
-    if method not in METHODS:
-        raise ValueError(f"unknown method {method!r}; known: {', '.join(METHODS)}")
+    if method not in PLANNERS:
+        raise ValueError(f"unknown method {method!r}; known: {', '.join(PLANNERS)}")
     if isinstance(slots, bool) or not isinstance(slots, int | np.integer) or slots < 0:
         raise ValueError(f"slots={slots!r} must be a whole number of at least 0")
     if load.ndim != 3 or 0 in load.shape or load.dtype.kind not in "iuf":

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from balancing.layers.gate import GateConfig
+from balancing.layers.plan import PLANNERS
 from balancing.settings import check_settings, setting
 
 __all__ = ["LayerConfig"]
@@ -28,7 +29,7 @@ class LayerConfig:
         "optimal",
         "optimal: the exact minimum of the slowest stage's time. diffusion: neighbouring stages exchange single "
         "layers. uniform: equal numbers of layers.",
-        choices=("optimal", "diffusion", "uniform"),
+        choices=PLANNERS,
     )
     interval: int = setting(
         50,

@@ -7,17 +7,17 @@ The stages of a dynamic model (DynMo, arXiv 2505.14864) become uneven. Even a st
 that cost as much as layers.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from balancing.layers.cost import LayerSeconds
 from balancing.layers.memory import LayerMemory, as_memory, stage_memory
-from balancing.layers.planners.diffusion import diffuse
-from balancing.layers.planners.optimal import Problem, memory_shortfall, optimal_bounds, room_of
+from balancing.layers.planners.diffusion import plan_diffusion
+from balancing.layers.planners.optimal import plan_optimal
+from balancing.layers.planners.problem import Problem, uniform_bounds
 from balancing.layers.planners.refine import refine_plan
 from balancing.pipeline.layout import to_layout
 from balancing.pipeline.schedule import MEGATRONS, Schedule
@@ -26,21 +26,30 @@ from balancing.pipeline.stage_plan import StagePlan
 __all__ = [
     "METHODS",
     "ONE_CHUNK",
-    "Method",
+    "PLANNERS",
     "Pipeline",
+    "Planner",
     "Running",
     "check_method",
     "check_movable",
     "plan_partition",
     "plan_pipeline",
     "plan_stages",
-    "uniform_bounds",
 ]
 
-Method = Literal["uniform", "optimal", "diffusion"]
-METHODS: tuple[Method, ...] = get_args(Method)
-# Methods for stages of one chunk only.
-ONE_CHUNK: tuple[Method, ...] = ("diffusion",)
+
+class Planner(Protocol):
+    def __call__(self, problem: Problem) -> list[int]:
+        """Boundaries [virtual * stages + 1] of the chunks, along the pipeline. Pure: all ranks get the same."""
+
+
+PLANNERS: dict[str, Planner] = {
+    "optimal": plan_optimal,
+    "diffusion": plan_diffusion,
+    "uniform": lambda problem: uniform_bounds(problem.layers, problem.stages * problem.virtual, problem.behind),
+}
+METHODS = tuple(PLANNERS)
+ONE_CHUNK = ("diffusion",)  # planners of one chunk a stage, with layers on every stage
 _GROUPS = 4  # a search simulates steps of this many micro-batch groups; more take longer and rank plans no better
 
 
@@ -90,7 +99,7 @@ def plan_stages(
     memory_limit: ArrayLike | None = None,
     virtual: int = 1,
     current: StagePlan | None = None,
-    method: Method = "optimal",
+    method: str = "optimal",
     min_layers: int = 1,
 ) -> StagePlan:
     """Divide layers among pipeline stages, in order.
@@ -118,7 +127,7 @@ def plan_partition(
     memory: LayerMemory | ArrayLike | None = None,
     memory_limit: ArrayLike | None = None,
     current: StagePlan | None = None,
-    method: Method = "optimal",
+    method: str = "optimal",
     min_layers: int = 1,
 ) -> StagePlan:
     """Divide layers among the stages of a pipeline, in order, by forward plus backward seconds.
@@ -143,20 +152,13 @@ def plan_partition(
     bytes_of, limit = _memory_of(len(seconds), stages, memory, memory_limit)
     home = np.full(len(seconds), -1) if current is None else np.array(current.stage_of)
     weight = np.ones(len(seconds)) if bytes_of is None or not bytes_of.static.any() else bytes_of.static
-    problem = Problem(seconds, int(stages), int(virtual), cost.fixed.sum(axis=1), bytes_of, limit, home, weight,
-                      int(min_layers), micro_batches, behind, schedule)  # fmt: skip
-    start = uniform_bounds(problem.layers, stages * virtual - problem.behind) + [problem.layers] * problem.behind
-    if current is not None and method != "uniform" and (current.stages, current.virtual) == (stages, virtual):
+    if current is not None and (current.stages, current.virtual) == (stages, virtual):
         start = list(current.bounds)
-    if method == "optimal":
-        bounds = optimal_bounds(problem, start)
-        if not bounds:
-            raise _does_not_fit(problem)
-    elif method == "diffusion":
-        bounds = diffuse(problem.cost, start, problem.fixed_load(), least=min_layers, fits=_fits(problem))
     else:
-        bounds = start
-    plan = StagePlan.from_bounds(bounds, stages, method)
+        start = uniform_bounds(len(seconds), stages * virtual)
+    problem = Problem(seconds, int(stages), int(virtual), cost.fixed.sum(axis=1), bytes_of, limit, home, weight,
+                      int(min_layers), start, micro_batches, behind, schedule)  # fmt: skip
+    plan = StagePlan.from_bounds(PLANNERS[method](problem), stages, method)
     if current is not None and (current.stages, current.virtual) == (stages, virtual):
         plan = plan.with_tail_of(current)
     assert plan.layers == problem.layers, f"{plan.layers} of {problem.layers} layers are planned"
@@ -198,15 +200,6 @@ def check_movable(plan: StagePlan, method: str) -> None:
             f"layers cannot move with --pipeline-model-parallel-layout {to_layout(plan)}: a later chunk of the first "
             "stage has m, which brings an embedding of its own; put m on another stage"
         )
-
-
-def uniform_bounds(layers: int, chunks: int) -> list[int]:
-    """Boundaries [chunks + 1] of chunks with equal numbers of layers.
-
-    If `layers` is no multiple of `chunks`, which Megatron refuses, the first chunks have one layer more.
-    """
-    size, more = divmod(layers, chunks)
-    return [chunk * size + min(chunk, more) for chunk in range(chunks + 1)]
 
 
 def plan_pipeline(
@@ -266,12 +259,12 @@ def _behind(layers: int, pipeline: Pipeline, current: StagePlan | None, method: 
                               ("micro_batches", 1 if micro_batches is None else micro_batches, 1)):  # fmt: skip
         if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < least:
             raise ValueError(f"{name}={size!r} must be a whole number of at least {least}")
-    if method not in METHODS:
-        raise ValueError(f"unknown method {method!r}; known: {', '.join(METHODS)}")
+    if method not in PLANNERS:
+        raise ValueError(f"unknown method {method!r}; known: {', '.join(PLANNERS)}")
     same = current is not None and (current.stages, current.virtual) == (stages, virtual)
     behind = current.behind if current is not None and same else 0
     check_method(method, virtual, behind)
-    fewest = min_layers if method in ("optimal", "diffusion") else max(min_layers, 1)
+    fewest = max(min_layers, 1) if method == "uniform" else min_layers
     if layers < (stages * virtual - behind) * fewest:
         raise ValueError(
             f"{layers} layers cannot fill {stages} stages of {virtual} chunks with {fewest} each; use at most "
@@ -298,22 +291,3 @@ def _memory_of(
     if limit.shape not in ((), (stages,)) or not (limit > 0).all():
         raise ValueError(f"memory_limit is {limit.tolist()}; give one number above 0, or one for each stage")
     return bytes_of, np.broadcast_to(limit, (stages,)).copy()
-
-
-def _fits(problem: Problem) -> Callable[[int, int, int], bool]:
-    """fits(stage, first, last): whether layers first to last - 1 fit on a stage of one chunk."""
-    room = room_of(problem, [0] * problem.stages + [problem.layers], 0)
-    if room is None:
-        return lambda stage, first, last: True
-    return lambda stage, first, last: bool(room.over(np.array(first), np.array(last))[stage] <= 0)
-
-
-def _does_not_fit(problem: Problem) -> ValueError:
-    assert problem.limit is not None
-    missing = memory_shortfall(problem)
-    limits = " or ".join(f"{limit:,.0f}" for limit in sorted(set(problem.limit.tolist())))
-    at_least = "at least " if problem.virtual == 1 else ""
-    return ValueError(
-        f"no plan keeps to memory_limit {limits} bytes on {problem.stages} stages: a stage is {at_least}"
-        f"{missing:,.0f} bytes short; use more stages, more tensor parallelism, or recompute activations"
-    )

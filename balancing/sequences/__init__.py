@@ -35,6 +35,7 @@ and 21.3 pairs. Each token once, 5 a rank, in order, is as Megatron-LM would pac
     rank 2   a[1:6]                  20          gathers a[0:1] from rank 0
 """
 
+from balancing.kernels.pairs import causal_area
 from balancing.sequences.cost import StepCost, limit_seconds, step_cost
 from balancing.sequences.engine.attention import SequenceAttention
 from balancing.sequences.engine.compiler import RankProgram, compile_rank
@@ -44,7 +45,7 @@ from balancing.sequences.engine.transport import Statistics
 from balancing.sequences.micro_batches import MicroBatchPlan, deal_whole, plan_micro_batches
 from balancing.sequences.plan import DEFAULT_CHUNK, METHODS, plan_attention, plan_sequences
 from balancing.sequences.planners.linear_layout import linear_layout
-from balancing.sequences.sequence_plan import AttentionShape, KVExchange, SequencePlan, Shard, causal_area, zigzag_area
+from balancing.sequences.sequence_plan import AttentionShape, KVExchange, SequencePlan, Shard, zigzag_area
 from balancing.sequences.traffic import TokenTraffic, kv_traffic, remap_traffic
 
 __all__ = [

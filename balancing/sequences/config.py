@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from balancing.sequences.plan import PLANNERS
 from balancing.settings import check_settings, setting
 
 __all__ = ["SequenceConfig"]
@@ -36,7 +37,7 @@ class SequenceConfig:
         "chunks",
         "chunks: equal tokens and equal attention in one layout. zones: as in Zeppelin. ring, gather: as in "
         "Transformer Engine and Llama 3.",
-        choices=("chunks", "zones", "ring", "gather"),
+        choices=PLANNERS,
     )
     chunk: int = setting(0, "Tokens of a chunk; 0 leaves it to the planner.", least=0)
     token_capacity: int = setting(0, "Most tokens that a rank may hold in attention; 0 is no limit.", least=0)

@@ -31,8 +31,9 @@ import numpy as np
 
 from balancing.cluster import Cluster
 from balancing.cluster.rates import ONE_RATE
+from balancing.kernels.pairs import pair_flops, token_counts
 from balancing.sequences.rounds import Asked, TurnTokens, plan_rounds, turn_tokens, what_is_asked
-from balancing.sequences.sequence_plan import TILE, AttentionShape, SequencePlan, layer_kinds, token_counts
+from balancing.sequences.sequence_plan import TILE, AttentionShape, SequencePlan, layer_kinds
 from balancing.sequences.traffic import LinkTokens, link_tokens_seconds, plan_links, remap_traffic, traffic_seconds
 
 __all__ = [
@@ -52,7 +53,6 @@ __all__ = [
     "latent_bytes",
     "limit_seconds",
     "linear_seconds",
-    "pair_flops",
     "routing_pays",
     "step_cost",
     "tile_area",
@@ -495,8 +495,3 @@ def exposed_seconds(
     behind = _ATTENTION_BACKWARD * compute if backward_compute is None else backward_compute * hides
     beyond = max(0.0, forward - compute) + max(least, backward - behind)
     return beyond + _NEVER_HIDDEN * (forward + backward) * gathers
-
-
-def pair_flops(heads: int, head_size: int, value_size: int | None = None) -> float:
-    """FLOPs of one query-key pair in one layer, forward, for scores and values. value_size: head_size by default."""
-    return 2.0 * heads * (head_size + (head_size if value_size is None else value_size))

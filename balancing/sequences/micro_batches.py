@@ -17,12 +17,13 @@ from functools import cached_property
 import numpy as np
 
 from balancing.cluster import Cluster
+from balancing.kernels.pairs import token_counts
 from balancing.sequences.cost import linear_seconds, whole_seconds
 from balancing.sequences.plan import checked_lengths
 from balancing.sequences.planners.groups import deal_areas
 from balancing.sequences.planners.micro_batch_packing import balanced_deal, hill_order, whole_costs
 from balancing.sequences.planners.slopes import slope_targets
-from balancing.sequences.sequence_plan import AttentionShape, token_counts
+from balancing.sequences.sequence_plan import AttentionShape
 
 __all__ = ["MICRO_BATCH_ROOM", "MicroBatchPlan", "deal_whole", "document_seconds", "plan_micro_batches"]
 

@@ -10,50 +10,46 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from operator import itemgetter
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from balancing.cluster import Cluster
-from balancing.sequences.cost import extra_pairs, step_cost
-from balancing.sequences.planners.chunks import balanced_chunks, dealt_again
-from balancing.sequences.planners.dealing import even_counts
-from balancing.sequences.planners.linear_layout import linear_layout
+from balancing.kernels.pairs import token_counts
+from balancing.sequences.planners.chunks import plan_chunks
 from balancing.sequences.planners.minimal_reshard import shed_tails
-from balancing.sequences.planners.zones import even_layout, zone_layout
-from balancing.sequences.sequence_plan import (
-    AttentionShape,
-    KVExchange,
-    SequencePlan,
-    Shard,
-    same_exchange,
-    token_counts,
-)
+from balancing.sequences.planners.problem import Problem, quickest
+from balancing.sequences.planners.zones import even_layout, plan_zones
+from balancing.sequences.sequence_plan import AttentionShape, SequencePlan, Shard
 
 __all__ = [
     "DEFAULT_CHUNK",
     "METHODS",
-    "Method",
+    "PLANNERS",
     "PlanCache",
     "Planned",
+    "Planner",
     "plan_attention",
     "plan_sequences",
     "zone_shares",
 ]
 
-Method = Literal["chunks", "zones", "ring", "gather"]
-METHODS: tuple[str, ...] = get_args(Method)
 DEFAULT_CHUNK = 512
 _KEPT = 64  # plans, mostly below a megabyte each; a few megabytes where many ranks gather
 
-# Of method "zones" without a capacity: the most tokens of a rank in attention over the mean.
-_ZONES_ROOM = 1.5
-# Of method "chunks" with measured rates. _TRIES: most times that tokens are distributed over the ranks of a node again;
-# once with _EVENED_RANKS ranks and never with more, since each takes as long as half a plan. _EVEN: ranks may differ
-# from the mean time by this share of it. _MOST_EXTRA: most area, over the mean, that a rank gives up for its rows and
-# pieces.
-_TRIES, _EVENED_RANKS, _EVEN, _MOST_EXTRA = 2, 64, 0.01, 0.25
+
+class Planner(Protocol):
+    def __call__(self, problem: Problem) -> SequencePlan:
+        """The plan, as `Problem.plan` makes it from a layout. Pure: all ranks get the same."""
+
+
+PLANNERS: dict[str, Planner] = {
+    "chunks": plan_chunks,
+    "zones": plan_zones,
+    "ring": lambda problem: problem.plan(even_layout(problem), "ring"),
+    "gather": lambda problem: problem.plan(even_layout(problem), "gather"),
+}
+METHODS = tuple(PLANNERS)
 
 
 def plan_sequences(
@@ -89,10 +85,10 @@ def plan_sequences(
     Raises ValueError for an unknown method, no lengths, lengths below 1, more than `MOST_TOKENS` tokens, a chunk
     below 1, and a capacity below 1, below the mean or too small for the longest sequence over all ranks.
     """
-    if method not in METHODS:
-        close = difflib.get_close_matches(method, METHODS, n=1)
+    if method not in PLANNERS:
+        close = difflib.get_close_matches(method, PLANNERS, n=1)
         hint = f" (did you mean {close[0]!r}?)" if close else ""
-        raise ValueError(f"unknown method {method!r}{hint}; known: {', '.join(METHODS)}")
+        raise ValueError(f"unknown method {method!r}{hint}; known: {', '.join(PLANNERS)}")
     checked = checked_lengths(lengths)
     ranks = cluster.world_size
     if token_capacity is not None:
@@ -100,11 +96,10 @@ def plan_sequences(
     chunk = DEFAULT_CHUNK if chunk is None else chunk
     if chunk < 1:
         raise ValueError(f"chunk={chunk} must be at least 1 token")
+    problem = Problem(checked, cluster, shape, method, token_capacity, chunk)
     if ranks == 1:
-        whole = tuple(Shard(sequence, 0, length, 0) for sequence, length in enumerate(checked))
-        local = same_exchange(whole, checked, "gather")
-        return SequencePlan(checked, 1, method, whole, whole, local, token_capacity, None, cluster, shape)
-    return _plan(checked, cluster, shape, method, token_capacity, chunk)
+        return problem.plan((Shard(sequence, 0, length, 0) for sequence, length in enumerate(checked)), "local")
+    return PLANNERS[method](problem)
 
 
 def plan_attention(
@@ -129,10 +124,9 @@ def plan_attention(
     plans = [replace(plan_sequences(checked, cluster, shape=shape, method=method), linear=given)]
     if method == "chunks":
         for name, shards in (("given", given), ("stay", shed_tails(given, checked, cluster))):
-            layout = tuple(sorted(shards, key=itemgetter(3, 0, 1)))
-            exchange = same_exchange(layout, checked, "gather")
-            plans.append(replace(plans[0], method=name, attention=layout, exchange=exchange))
-    return _quickest(plans, cluster, shape)
+            plan = Problem(checked, cluster, shape, name, None, DEFAULT_CHUNK).plan(shards, "gather")
+            plans.append(replace(plan, linear=given))
+    return quickest(plans, cluster, shape)
 
 
 class Planned(NamedTuple):
@@ -185,61 +179,6 @@ def zone_shares(plans: Sequence[SequencePlan], cluster: Cluster) -> dict[str, fl
             tokens["inter_node" if len(nodes) > 1 else "intra_node" if len(ranks) > 1 else "local"] += length
     total = max(sum(tokens.values()), 1)
     return {f"{zone}_share": number / total for zone, number in tokens.items()}
-
-
-def _plan(
-    lengths: tuple[int, ...], cluster: Cluster, shape: AttentionShape, method: str, capacity: int | None, chunk: int
-) -> SequencePlan:
-    """As `plan_sequences`, of checked arguments."""
-    ranks = cluster.world_size
-    quotas = even_counts(sum(lengths), ranks, 0)
-    if method == "chunks":
-        layouts = balanced_chunks(lengths, quotas, cluster, shape, chunk=chunk)
-    elif method == "zones":
-        room = int(max(quotas) * _ZONES_ROOM) if capacity is None else capacity
-        layouts = [zone_layout(lengths, cluster, shape, room) or even_layout(lengths, ranks)]
-    else:
-        layouts = [even_layout(lengths, ranks)]
-    shared: KVExchange = "gather" if method in ("chunks", "gather") else "ring"
-    plans = []
-    for shards in layouts:
-        layout = tuple(sorted(shards, key=itemgetter(3, 0, 1)))  # by rank, sequence and start
-        linear = linear_layout(layout, cluster) if method == "zones" else layout
-        exchange = same_exchange(layout, lengths, shared)
-        plans.append(SequencePlan(lengths, ranks, method, layout, linear, exchange, capacity, None, cluster, shape))
-    best = _quickest(plans, cluster, shape)
-    return best if method != "chunks" or cluster.rates is None else _evened_in_time(best, quotas, cluster, shape, chunk)
-
-
-def _evened_in_time(
-    plan: SequencePlan, quotas: Sequence[int], cluster: Cluster, shape: AttentionShape, chunk: int
-) -> SequencePlan:
-    """A plan with as many tokens on each rank and more even seconds of attention, if one is found that is quicker."""
-    tried = [plan]
-    for _ in range(min(_TRIES, _EVENED_RANKS // plan.ranks)):
-        extra = extra_pairs(plan, cluster, shape)
-        seconds = plan.area + extra  # in units of a pair
-        if seconds.max() <= (1 + _EVEN) * seconds.mean():
-            break
-        most = _MOST_EXTRA * float(plan.area.mean())
-        beside = np.clip(extra - extra.mean(), -most, most).tolist()
-        shards = dealt_again(plan.attention, quotas, cluster, beside, chunk=chunk)
-        layout = tuple(sorted(shards, key=itemgetter(3, 0, 1)))
-        exchange = same_exchange(layout, plan.lengths, "gather")
-        plan = replace(plan, attention=layout, linear=layout, exchange=exchange)
-        tried.append(plan)
-    return _quickest(tried, cluster, shape)
-
-
-def _quickest(plans: Sequence[SequencePlan], cluster: Cluster, shape: AttentionShape) -> SequencePlan:
-    """The plan of least cost, the first among equals. With measured rates, the host may take longest in all of them;
-    then the one that takes the device least."""
-
-    def cost(plan: SequencePlan) -> tuple[float, float]:
-        seconds = step_cost(plan, cluster, shape)
-        return seconds.total, seconds.device if cluster.rates is not None else 0.0
-
-    return min(plans, key=cost) if len(plans) > 1 else plans[0]
 
 
 def checked_lengths(lengths: Sequence[int] | np.ndarray) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ keys shard by shard. What one shard gives is a part of the answer: of each query
 exponentials below it, and the values weighted by them. Parts are merged by scaling both to a common largest score, so
 that their order changes nothing but rounding. Autograd makes the gradients.
 
-The engine computes the same: `engine/kernels.py` gives parts (as output and log-sum-exp), `engine/merging.py` merges.
+The engine computes the same: `balancing/kernels` gives parts (as output and log-sum-exp) and merges them.
 """
 
 import torch

@@ -18,9 +18,9 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 
 from balancing.cluster import Cluster
+from balancing.kernels.pairs import area_between, area_of_first, causal_area, token_counts
 
 __all__ = [
-    "MOST_TOKENS",
     "TILE",
     "AttentionShape",
     "KVExchange",
@@ -29,10 +29,7 @@ __all__ = [
     "Reach",
     "SequencePlan",
     "Shard",
-    "area_between",
-    "area_of_first",
     "by_sequence",
-    "causal_area",
     "columns",
     "in_window",
     "join_adjacent",
@@ -41,7 +38,6 @@ __all__ = [
     "reaches",
     "runs_of",
     "same_exchange",
-    "token_counts",
     "zigzag_area",
     "zigzag_areas",
 ]
@@ -49,7 +45,6 @@ __all__ = [
 KVExchange = Literal["local", "ring", "gather"]
 Range = tuple[int, int]  # [start, stop)
 TILE = 128  # queries, and keys, of a tile of flash attention
-MOST_TOKENS = 2**31 - 1  # of a batch: kernels have row numbers in int32, and areas of more tokens exceed int64
 
 
 class Shard(NamedTuple):
@@ -443,43 +438,6 @@ def _reach_of_ranks(shards: Sequence[Shard], window: int) -> Iterator[tuple[int,
     for rank in sorted({shard.rank for shard in shards}):
         runs = runs_of(shard for shard in shards if shard.rank == rank)
         yield from ((begin, stop, rank) for begin, stop in keys_before_runs(runs, window))
-
-
-# Tokens and areas of documents.
-
-
-def token_counts(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
-    """int64 [document], `lengths`. Raises ValueError for more than MOST_TOKENS tokens."""
-    total = int(lengths.sum(dtype=np.float64)) if isinstance(lengths, np.ndarray) else sum(lengths)
-    if total > MOST_TOKENS:
-        raise ValueError(
-            f"a batch of {total} tokens is more than the {MOST_TOKENS} that one plan may have; use smaller batches"
-        )
-    return np.asarray(lengths, dtype=np.int64)
-
-
-def causal_area(lengths: Sequence[int] | np.ndarray, window: int | None = None) -> int:
-    """Query-key pairs of documents of `lengths` tokens [document], under a causal mask within each document.
-
-    window: tokens before itself that a token sees; None for all.
-
-    Raises ValueError for more than MOST_TOKENS tokens.
-    """
-    return int(area_of_first(token_counts(lengths), window).sum())
-
-
-def area_between(start: int, stop: int) -> int:
-    """Query-key pairs of tokens [start, stop) of a document, each of which sees the document up to itself."""
-    return (stop * (stop + 1) - start * (start + 1)) // 2
-
-
-def area_of_first(tokens: np.ndarray, window: int | None = None) -> np.ndarray:
-    """int64, query-key pairs of the first `tokens` tokens of a document, at most MOST_TOKENS. window: as in
-    `causal_area`."""
-    if window is None:
-        return np.asarray(tokens * (tokens + 1) // 2)
-    few = np.minimum(tokens, window + 1)
-    return np.asarray(few * (few + 1) // 2 + (tokens - few) * (window + 1))
 
 
 def zigzag_areas(lengths: Sequence[int] | np.ndarray, ranks: int, window: int | None = None) -> np.ndarray:

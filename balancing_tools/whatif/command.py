@@ -19,9 +19,9 @@ from rich.table import Table
 from balancing.cluster import PRESETS, Cluster
 from balancing.command_line import Parser, whole_number
 from balancing.files import check_output, read_arrays, write_text
+from balancing.kernels.choice import KERNELS, planned_kernels
 from balancing.report import read_history, report_files
 from balancing.report.units import duration, share
-from balancing.sequences.engine.kernel_choice import KERNELS, planned_kernels
 from balancing_tools.load_trace import LoadTrace, read_load_trace
 from balancing_tools.whatif.forecast import Forecast, forecast, verdict
 from balancing_tools.whatif.gains import ROUTING

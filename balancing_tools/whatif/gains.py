@@ -16,11 +16,12 @@ from balancing.cluster import Cluster
 from balancing.cluster.links import exchange_seconds
 from balancing.cluster.rates import ONE_RATE
 from balancing.experts import ExpertShape, TransferWindow, layer_cost, plan_replicas, traffic
+from balancing.kernels.pairs import causal_area
 from balancing.sequences.cost import step_cost, whole_seconds
 from balancing.sequences.domain_choice import WORTH as DOMAIN_WORTH
 from balancing.sequences.domain_choice import planned_ranks
 from balancing.sequences.plan import plan_sequences
-from balancing.sequences.sequence_plan import AttentionShape, causal_area
+from balancing.sequences.sequence_plan import AttentionShape
 from balancing_tools.load_trace import LoadTrace
 from balancing_tools.whatif.lengths import draw_batch
 from balancing_tools.whatif.routing import drifted, gini_popularity, sampled_load, zipf_popularity

@@ -19,10 +19,10 @@ import numpy as np
 
 from balancing.cluster import Cluster
 from balancing.cluster.links import exchange_seconds
+from balancing.kernels.pairs import pair_flops
 from balancing.layers.cost import LayerSeconds
 from balancing.layers.memory import LayerMemory, stage_memory
 from balancing.pipeline.stage_plan import StagePlan
-from balancing.sequences.cost import pair_flops
 from balancing_tools.whatif.job import Job, has_attention
 
 __all__ = ["FITTED", "FITTED_ERROR", "Efficiency", "LayerWork", "StepModel"]

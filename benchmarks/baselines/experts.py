@@ -1,6 +1,6 @@
 """Planners of replicas that benchmarks compare: those of training, FasterMoE's shadowing and DeepSeek's EPLB."""
 
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -13,7 +13,7 @@ from benchmarks.baselines.shadow import shadow_slots
 
 __all__ = ["METHODS", "plan_replicas"]
 
-METHODS = (*get_args(plan.Method), "shadow", "eplb")
+METHODS = (*plan.METHODS, "shadow", "eplb")
 
 
 def plan_replicas(

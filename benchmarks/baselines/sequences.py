@@ -8,7 +8,7 @@ import importlib
 from collections.abc import Callable, Sequence
 from math import ceil, log2
 from operator import itemgetter
-from typing import Any, get_args
+from typing import Any
 
 from balancing.cluster import Cluster
 from balancing.sequences import plan
@@ -19,7 +19,7 @@ from balancing.sequences.sequence_plan import AttentionShape, SequencePlan, same
 
 __all__ = ["METHODS", "Scheduler", "hybrid_groups", "plan_sequences"]
 
-METHODS = (*get_args(plan.Method), "hybrid")
+METHODS = (*plan.METHODS, "hybrid")
 
 # Takes the most tokens of a rank and an object whose size() is the number of ranks, as BalancedCPScheduler does.
 Scheduler = Callable[[int, Any], Any]

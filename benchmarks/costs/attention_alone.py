@@ -24,13 +24,13 @@ import numpy as np
 
 from balancing.cluster import Cluster
 from balancing.cluster.presets import H100
+from balancing.kernels.pairs import pair_flops
 from balancing.sequences import AttentionShape, SequencePlan, causal_area, plan_sequences
 from balancing.sequences.cost import (
     AttentionWork,
     attention_rank_seconds,
     attention_work,
     kv_bytes,
-    pair_flops,
     step_cost,
     whole_work,
 )

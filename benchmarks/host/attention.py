@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from balancing.cluster import Cluster
+from balancing.kernels import merging
 from balancing.sequences import (
     AttentionShape,
     SequenceAttention,
@@ -22,7 +23,6 @@ from balancing.sequences import (
     compile_rank,
     plan_sequences,
 )
-from balancing.sequences.engine import merging
 from balancing.sequences.engine.compiler import RankProgram
 from balancing.sequences.engine.program import Wait
 from balancing.sequences.sequence_plan import LatentShape, in_window
@@ -80,7 +80,7 @@ def packed_documents(ranks: int) -> list[int]:
 
 
 class Kernel:
-    """A kernel of attention (`balancing.sequences.engine.kernels.Kernel`) that computes nothing."""
+    """A kernel of attention (`balancing.kernels.base.Kernel`) that computes nothing."""
 
     def __init__(self, counted: Counted) -> None:
         self._counted = counted

@@ -61,7 +61,7 @@ from balancing.layers import (
     repack_options,
 )
 from balancing.layers.config import LayerConfig
-from balancing.layers.plan import METHODS, ONE_CHUNK, Method
+from balancing.layers.plan import METHODS, ONE_CHUNK
 from balancing.pipeline import simulate_schedule
 from benchmarks.baselines.layers import deepspeed_plan, first_fit
 from benchmarks.layers.record import replay
@@ -127,7 +127,7 @@ class _Run:
         tried.add(plan_stages(mean.total, _STAGES, method="uniform"))
         return min(tried, key=lambda plan: self.fixed(plan, every=5).sum())
 
-    def gated(self, method: Method, start: StagePlan) -> tuple[np.ndarray, list[StagePlan], dict[str, float]]:
+    def gated(self, method: str, start: StagePlan) -> tuple[np.ndarray, list[StagePlan], dict[str, float]]:
         """Seconds and plan of every simulated iteration, and what the balancer itself took. The settings, the planner,
         the predictions, which know nothing of messages, and the fewest layers of a chunk are those of training."""
         interval = _CONFIG.interval
@@ -165,7 +165,7 @@ class _Run:
         return seconds, plans, spent
 
 
-def _plan(cost: LayerSeconds, before: StagePlan, method: Method) -> StagePlan:
+def _plan(cost: LayerSeconds, before: StagePlan, method: str) -> StagePlan:
     """As training plans it, from the plan in force."""
     least = min(1, *(len(chunk) for chunk in before.order))
     pipeline = Pipeline(_STAGES, _MICRO_BATCHES, before.virtual)

@@ -21,9 +21,9 @@ from math import sqrt
 import numpy as np
 
 from balancing.cluster import Cluster
+from balancing.kernels.pairs import causal_area
 from balancing.sequences import AttentionShape
 from balancing.sequences.cost import exposed_seconds, hidden_seconds, linear_seconds, token_bytes
-from balancing.sequences.sequence_plan import causal_area
 
 __all__ = ["bound_seconds", "least_crossing"]
 

@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 
 from balancing.cluster import Cluster
+from balancing.kernels.base import Kernel, Pieces
 from balancing.messages import start_message
 from balancing.sequences import SequenceAttention, SequencePlan, Shard
 from balancing.sequences.engine.compiler import compile_rank
-from balancing.sequences.engine.kernels import Kernel, Pieces
 
 __all__ = ["AllGather", "HeadsAndRing", "Waits"]
 

@@ -24,11 +24,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from balancing.kernels.base import Pieces
 from balancing.sequences import SequenceAttention, SequencePlan, Shard
 from balancing.sequences.cost import REST, hidden_seconds, kv_bytes, linear_seconds
 from balancing.sequences.engine.attention import AttentionCall, prepare_exchanges
 from balancing.sequences.engine.compiler import compile_rank
-from balancing.sequences.engine.kernels import Pieces
 from balancing.sequences.engine.program import Compute, TransferGroup
 from balancing.sequences.engine.row_indices import rows_on_device
 from balancing.sequences.engine.transport import Statistics, Transport
@@ -76,7 +76,7 @@ class Job:
 
 
 class ZeroScores:
-    """A kernel (`balancing.sequences.engine.kernels.Kernel`) for scores of zero, as slow as the modelled device.
+    """A kernel (`balancing.kernels.base.Kernel`) for scores of zero, as slow as the modelled device.
 
     pair_seconds: emulated seconds of one query-key pair, forward.
 

@@ -19,9 +19,9 @@ import numpy as np
 
 from balancing.cluster import Cluster
 from balancing.cluster.rates import Rates
+from balancing.kernels.base import Pieces
 from balancing.sequences import AttentionShape, SequencePlan, plan_sequences, step_cost
 from balancing.sequences.cost import TILE
-from balancing.sequences.engine.kernels import Pieces
 from balancing.sequences.plan import plan_attention
 from balancing.sequences.rounds import turn_tokens, what_is_asked
 from balancing.sequences.traffic import plan_links

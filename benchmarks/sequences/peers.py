@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from balancing.cluster import Cluster
+from balancing.kernels.pairs import causal_area
 from balancing.sequences import AttentionShape, SequencePlan, plan_sequences, step_cost
 from balancing.sequences.cost import attention_seconds, kv_bytes, linear_seconds, tile_area
-from balancing.sequences.sequence_plan import causal_area
 
 __all__ = ["HeadsAndRing", "all_gather_seconds", "heads_and_ring", "odc_seconds"]
 

@@ -226,7 +226,7 @@ def _pace(pace: Pace, record: list[int], work: Work) -> set[str]:
     from megatron.core.transformer.moe.experts import SequentialMLP
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    from balancing.sequences.engine.kernel_choice import Choice
+    from balancing.kernels.choice import Choice
     from benchmarks.baselines import sequences as baselines
     from benchmarks.experts.emulated_rank import routing_map
     from benchmarks.sequences import emulated_rank

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from balancing.sequences.engine.kernels import Pieces
+from balancing.kernels.base import Pieces
 from balancing_tools.whatif.lengths import draw_batch
 from benchmarks.emulated.device import Device
 from benchmarks.settings import settings

@@ -19,11 +19,12 @@ import numpy as np
 from balancing.cluster import Cluster
 from balancing.experts import ExpertShape, TransferWindow, plan_replicas
 from balancing.experts.config import ExpertConfig
+from balancing.kernels.pairs import area_of_first
 from balancing.layers.plan import plan_stages
 from balancing.sequences.cost import limit_seconds
 from balancing.sequences.plan import plan_sequences
 from balancing.sequences.planners.groups import deal_areas, number_of_groups
-from balancing.sequences.sequence_plan import AttentionShape, area_of_first
+from balancing.sequences.sequence_plan import AttentionShape
 from balancing_tools.whatif.lengths import draw_batch
 from balancing_tools.whatif.routing import sampled_load, zipf_popularity
 from benchmarks.whatif.emulated import compare

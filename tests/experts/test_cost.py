@@ -18,8 +18,8 @@ from balancing.experts import (
     traffic,
 )
 from balancing.experts.cost import TransferWindow, copy_seconds
-from balancing.experts.planners.estimate import CostEstimate
 from balancing.experts.planners.prophet import paper_seconds
+from balancing.experts.planners.quota.estimate import CostEstimate
 from benchmarks.experts.lower_bound import CostLowerBound
 from benchmarks.experts.synthetic import sampled_load, zipf_popularity
 

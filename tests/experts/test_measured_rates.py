@@ -10,7 +10,7 @@ from balancing.cluster.presets import H100
 from balancing.experts import ExpertShape, break_even_tokens, layer_cost, plan_replicas, traffic
 from balancing.experts.cost import TransferWindow
 from balancing.experts.placement import ReplicaPlacement, contiguous_homes
-from balancing.experts.planners.estimate import CostEstimate
+from balancing.experts.planners.quota.estimate import CostEstimate
 from benchmarks.experts.synthetic import sampled_load, zipf_popularity
 
 SHAPE = ExpertShape(4096, 14336, 2)

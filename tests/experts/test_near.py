@@ -6,8 +6,8 @@ import pytest
 from balancing.cluster import Cluster
 from balancing.experts import ExpertShape, contiguous_homes, plan_replicas, traffic
 from balancing.experts.cost import TransferWindow, layer_cost
-from balancing.experts.planners.near import near_slots
-from balancing.experts.planners.quota import QuotaPlanner
+from balancing.experts.planners.quota.near import near_slots
+from balancing.experts.planners.quota.planner import QuotaPlanner
 from benchmarks.experts.beyond_even import of_forced_balance
 from benchmarks.experts.emulated_workload import Scale, made_up_loads
 from benchmarks.experts.synthetic import sampled_load, zipf_popularity
@@ -64,6 +64,6 @@ def test_where_all_ranks_share_a_node_nothing_changes(monkeypatch):
     draw = np.random.default_rng(0)
     load = sampled_load(zipf_popularity(16, 8, 2.0, draw), 8, 4096, draw)
     plan = plan_replicas(load, cluster, slots=2, shape=SHAPE, window=TransferWindow(1e-3, micro_batches=8))
-    monkeypatch.setattr("balancing.experts.planners.quota.near_slots", None)
+    monkeypatch.setattr("balancing.experts.planners.quota.planner.near_slots", None)
     assert plan_replicas(load, cluster, slots=2, shape=SHAPE, window=TransferWindow(1e-3, micro_batches=8)) == plan
     assert contiguous_homes(16, 8).tolist() == plan.home.tolist()

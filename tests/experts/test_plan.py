@@ -1,7 +1,6 @@
 """Placements of all planners: properties that hold for any load, and the balance they reach."""
 
 from itertools import combinations, groupby
-from typing import get_args
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ from balancing.experts import (
     split_tokens,
     traffic,
 )
-from balancing.experts.plan import Method
+from balancing.experts.plan import METHODS as OWN
 from benchmarks.baselines.experts import METHODS, plan_replicas
 from benchmarks.experts.synthetic import drifted, sampled_load, zipf_popularity
 
@@ -176,7 +175,7 @@ def test_layers_at_once_are_the_layers_one_by_one():
     load = np.stack(
         [sampled_load(zipf_popularity(32, 8, 1 + layer, generator), 8, 999, generator) for layer in range(6)]
     )
-    for method in get_args(Method):
+    for method in OWN:
         together = plan_replicas_layers(load, machine(8), slots=2, method=method)
         assert together == tuple(plan_replicas(each, machine(8), slots=2, method=method) for each in load)
 

@@ -19,9 +19,9 @@ from balancing.experts import (
 )
 from balancing.experts.cost import TransferWindow
 from balancing.experts.load_history import drifted_loads
-from balancing.experts.planners.pack import pack_replicas
 from balancing.experts.planners.prophet import prophet_slots
-from balancing.experts.planners.spread import fill_slots
+from balancing.experts.planners.quota.pack import pack_replicas
+from balancing.experts.planners.quota.spread import fill_slots
 from benchmarks.baselines.experts import plan_replicas
 from benchmarks.experts.emulated_workload import SHAPE as EMULATED
 from benchmarks.experts.emulated_workload import Scale, made_up_loads

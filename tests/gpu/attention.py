@@ -5,10 +5,10 @@ from collections.abc import Iterator
 
 import torch
 
-from balancing.sequences.engine import merging
-from balancing.sequences.engine.kernel_choice import choose_kernel, kernels_of_gpu
-from balancing.sequences.engine.kernel_trial import AttentionHeads
-from balancing.sequences.engine.kernels import CPU, PRODUCTS, Kernel, Pieces, accumulation_dtype, merge
+from balancing.kernels import merging
+from balancing.kernels.base import CPU, PRODUCTS, Kernel, Pieces, accumulation_dtype, merge
+from balancing.kernels.choice import choose_kernel, kernels_of_gpu
+from balancing.kernels.trial import AttentionHeads
 from tests.gpu.trial import Notes
 
 SCALE = 0.2

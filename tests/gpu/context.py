@@ -29,9 +29,9 @@ def _attend(device: str) -> tuple[dict[str, tuple[float, float]], dict[str, str]
     import torch
     import torch.distributed as dist
 
-    from balancing.sequences.engine.kernel_choice import choose_kernel
-    from balancing.sequences.engine.kernel_trial import AttentionHeads
-    from balancing.sequences.engine.kernels import Pieces
+    from balancing.kernels.base import Pieces
+    from balancing.kernels.choice import choose_kernel
+    from balancing.kernels.trial import AttentionHeads
     from tests.gpu.training import local_device
 
     place = local_device(device)

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from balancing.kernels.base import CPU, Kernel, Pieces
+from balancing.kernels.choice import kernels_of_gpu
 from balancing.sequences import causal_area
-from balancing.sequences.engine.kernel_choice import kernels_of_gpu
-from balancing.sequences.engine.kernels import CPU, Kernel, Pieces
 from balancing.sequences.engine.program import Compute
 from benchmarks.host.attention import busiest, packed_documents
 from tests.gpu.training import local_device

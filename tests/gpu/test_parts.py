@@ -131,7 +131,7 @@ def test_the_engine_is_imported_before_the_library_that_is_linked_against_it():
 def _one_key_too_many() -> tuple[float, float]:
     import torch
 
-    from balancing.sequences.engine.kernels import Pieces
+    from balancing.kernels.base import Pieces
     from tests.gpu.attention import BATCHES, TOLERANCE, _error, _inputs, _reference
 
     right = BATCHES["single tokens"]

@@ -269,7 +269,7 @@ def test_memory_that_cannot_be_met_says_how_much_is_missing():
         ({"head": -3.0}, "head has -3.0"),
         ({"stages": 0}, "stages=0 must be a whole number of at least 1"),
         ({"stages": 9}, "4 layers cannot fill 9 stages"),
-        ({"method": "best"}, "unknown method 'best'; known: uniform, optimal"),
+        ({"method": "best"}, "unknown method 'best'; known: optimal, diffusion"),
         ({"method": "diffusion", "virtual": 2}, "plans one chunk a stage, not 2"),
         ({"memory_limit": 5.0}, "memory_limit needs memory"),
         ({"memory": [1.0], "memory_limit": 5.0}, "memory is of 1 layers, cost of 4"),

@@ -16,7 +16,7 @@ from balancing.layers import (
     refine_plan,
     stage_memory,
 )
-from balancing.layers.plan import uniform_bounds
+from balancing.layers.planners.problem import uniform_bounds
 from balancing.layers.planners.refine import _least_seconds
 from balancing.pipeline import Schedule, simulate_steps
 
@@ -44,7 +44,7 @@ def test_refinement_of_chunks_is_no_slower_than_either_start(virtual, behind):
     for _ in range(6):
         forward = draw.lognormal(0, 0.5, layers)
         model = LayerSeconds(forward, forward * draw.uniform(0, 2, layers), head=(1.0, 2.0), tail=(0.5, 1.0))
-        start = uniform_bounds(layers, stages * virtual - behind) + [layers] * behind
+        start = uniform_bounds(layers, stages * virtual, behind)
         current = replace(StagePlan.from_bounds(start, stages), tail_layers=1, tail_chunk=stages * virtual - 1 - behind)
         plan = plan_partition(model, Pipeline(stages, None, virtual), current=current)
         for in_parts in (False, True):

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from balancing.kernels.base import CPU, Pieces
 from balancing.sequences import limit_seconds, plan_sequences, step_cost
 from balancing.sequences.cost import kv_bytes, linear_seconds, tile_area
 from balancing.sequences.engine.compiler import compile_rank
-from balancing.sequences.engine.kernels import CPU, Pieces
 from balancing.sequences.engine.program import Compute
 from benchmarks.emulated import device as emulated_device
 from benchmarks.emulated.device import Device

@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 
 from balancing.cluster import Cluster
+from balancing.kernels.base import piece_ends
+from balancing.kernels.pairs import MOST_TOKENS
 from balancing.sequences import AttentionShape, SequencePlan, Shard, causal_area, plan_sequences
-from balancing.sequences.engine.kernels import piece_ends
 from balancing.sequences.micro_batches import document_seconds, plan_micro_batches
 from balancing.sequences.plan import METHODS, plan_attention
 from balancing.sequences.planners.groups import deal_areas
 from balancing.sequences.planners.micro_batch_packing import whole_costs
-from balancing.sequences.sequence_plan import MOST_TOKENS, zigzag_areas
+from balancing.sequences.sequence_plan import zigzag_areas
 
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")  # of a NumPy number that wraps
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from balancing.cluster import Cluster
 from balancing.cluster.presets import H100
 from balancing.cluster.rates import TILE, causal_pairs
+from balancing.kernels.pairs import pair_flops
 from balancing.sequences import (
     AttentionShape,
     compile_rank,
@@ -26,7 +27,6 @@ from balancing.sequences.cost import (
     extra_pairs,
     kv_bytes,
     linear_seconds,
-    pair_flops,
     whole_seconds,
 )
 from balancing.sequences.engine.program import Compute

@@ -3,9 +3,9 @@
 import pytest
 
 from balancing.cluster import Cluster
+from balancing.kernels.pairs import causal_area
 from balancing.sequences import AttentionShape, plan_sequences, step_cost
 from balancing.sequences.cost import attention_seconds, kv_bytes, linear_seconds, tile_area
-from balancing.sequences.sequence_plan import causal_area
 from benchmarks.sequences.peers import all_gather_seconds, heads_and_ring, odc_seconds
 
 SHAPE = AttentionShape(4096, 32, 4, 2, 11008)

@@ -366,8 +366,8 @@ def _share(fixed: bool) -> None:
 
 def _kernels_asked_for(argv: list[str]) -> list[tuple[str, str | None, tuple[int, ...]]]:
     """Train as if a measurement chose cuDNN's kernel. Returns what was asked for."""
-    from balancing.sequences.engine.kernel_choice import Choice
-    from balancing.sequences.engine.kernels import CPU
+    from balancing.kernels.base import CPU
+    from balancing.kernels.choice import Choice
     from megatron.balanced.sequences import tokens
 
     asked = []

@@ -17,13 +17,13 @@ _FOLDERS = {  # whole folders -> files that stay
 }
 _FILES = {
     "experts": "batch_overlap emulated faults fusion mtp recipes replay",
+    "kernels": "flash_attn rows",
     "layers": "batch_overlap empty_stages fill_training memory optimizers release",
     "loops": "bridge example hooks layers older_megatron page sequences verl",
     "megatron": "checkpoint_errors counters data dropout failure functional gpu_order gpu_packages host_waits "
     "model_extension repeatability stall versions wiring wiring_groups",
     "report": "empty_steps observer ranges",
-    "sequences": "data_parallel dealt_steps domain emulated flash_attn latents packed_documents padding prediction "
-    "row_kernels",
+    "sequences": "data_parallel dealt_steps domain emulated latents packed_documents padding prediction",
     "together": "coordination expert_layouts fuzz kills restarts slow_rank structures subsets",
     "tools": "cluster emulated full_disk headlines pool prepare_data process published recipe run_lock scripts slurm "
     "slurm_affinity slurm_cluster slurm_examples threads together",

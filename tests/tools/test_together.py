@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_even_work_is_the_same_work():
-    from balancing.sequences.engine.kernels import Pieces
+    from balancing.kernels.base import Pieces
     from benchmarks.sequences.emulated_rank import _BACKWARD
 
     uneven, even = Pace(0.03, even=False), Pace(0.03, even=True)

@@ -8,9 +8,9 @@ def _largest_differences(kv_heads: int, beside: bool, value_size: int, dtype: st
     """Of output, logsumexp and the three gradients, relative to the largest number, over all pieces."""
     import torch
 
-    from balancing.sequences.engine.cudnn_kernel import CudnnPacked
-    from balancing.sequences.engine.kernels import PRODUCTS, Pieces, merge
-    from tests.sequences.test_kernels import PIECES, _inputs
+    from balancing.kernels.base import PRODUCTS, Pieces, merge
+    from balancing.kernels.cudnn import CudnnPacked
+    from tests.kernels.test_base import PIECES, _inputs
 
     differences, kernel, of = [0.0] * 5, CudnnPacked(), getattr(torch, dtype)
     single = [Pieces((1, 1, 1), (1, 9, 3), True), Pieces((1, 1, 1), (2, 9, 3), False)]
@@ -56,11 +56,12 @@ def test_cudnn_is_called_as_it_wants(engine, kv_heads, beside, value_size, dtype
 def _choice() -> tuple[str, str]:
     import torch
 
-    from balancing.sequences.engine import kernel_choice, kernel_trial
+    from balancing.kernels import trial
+    from balancing.kernels.choice import _cudnn, choose_among
 
-    kernel_trial._LONG, kernel_trial._SHORT = 40, (5, 5)
-    heads = kernel_trial.AttentionHeads(torch.float64, 4, 2, 8, 4, True)
-    choice = kernel_choice.choose_among({"cudnn": kernel_choice._cudnn}, torch.device("cpu"), heads)
+    trial._LONG, trial._SHORT = 40, (5, 5)
+    heads = trial.AttentionHeads(torch.float64, 4, 2, 8, 4, True)
+    choice = choose_among({"cudnn": _cudnn}, torch.device("cpu"), heads)
     return choice.name, choice.line
 
 
@@ -72,16 +73,16 @@ def test_cudnn_passes_the_comparison_with_matrix_products(engine):
 def _plans() -> tuple[list[int], str, str]:
     import torch
 
-    from balancing.sequences.engine import cudnn_kernel
-    from balancing.sequences.engine.kernels import Pieces
+    from balancing.kernels import cudnn
+    from balancing.kernels.base import Pieces
 
-    kernel, counts = cudnn_kernel.CudnnPacked(), []
+    kernel, counts = cudnn.CudnnPacked(), []
     said = ""
     for tokens in (3, 500, 1024, 1025, 2000, 2048, 40_000, 50_000, 66_000):
         q, k = torch.zeros(tokens, 1, 1), torch.zeros(tokens, 1, 1)
         said += kernel.refusal(False, q, k, k, Pieces((tokens,), (tokens,), True))
         counts.append(len(kernel._plans))
-    cudnn_kernel.MOST_PLANS = counts[-1]
+    cudnn.MOST_PLANS = counts[-1]
     longer = torch.zeros(100_000, 1, 1)
     refused = kernel.refusal(False, longer, longer, longer, Pieces((100_000,), (100_000,), True))
     said += kernel.refusal(False, q, k, k, Pieces((66_000,), (66_000,), True))  # has its plan
@@ -98,8 +99,8 @@ def _of_other_versions() -> list[str]:
     import torch
     from transformer_engine.pytorch.cpp_extensions import fused_attn
 
-    from balancing.sequences.engine.cudnn_kernel import CudnnPacked
-    from tests.sequences.test_kernels import PIECES, _inputs
+    from balancing.kernels.cudnn import CudnnPacked
+    from tests.kernels.test_base import PIECES, _inputs
 
     own, said = fused_attn.fused_attn_fwd, []
 

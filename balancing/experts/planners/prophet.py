@@ -19,8 +19,16 @@ import numpy as np
 
 from balancing.cluster import Cluster
 from balancing.experts.cost import ExpertShape
+from balancing.experts.placement import ReplicaPlacement
+from balancing.experts.planners.problem import Problem
 
-__all__ = ["paper_seconds", "prophet_slots"]
+__all__ = ["paper_seconds", "plan_prophet", "prophet_slots"]
+
+
+def plan_prophet(loads: np.ndarray, problem: Problem) -> list[ReplicaPlacement]:
+    """Plans each layer by `prophet_slots`, with a scheduler if transfers are hidden."""
+    where, costs = (problem.home, problem.cluster, problem.slots), (problem.shape, problem.window.hidden_under)
+    return [problem.placement(prophet_slots(load, *where, *costs), "own") for load in loads]
 
 
 def prophet_slots(
@@ -28,11 +36,11 @@ def prophet_slots(
     home: np.ndarray,
     cluster: Cluster,
     slots: int,
-    *,
     shape: ExpertShape | None = None,
+    hidden_under: float | None = None,
+    *,
     excluded: int | None = None,
     alpha: float = 0.05,
-    hidden_under: float | None = None,
 ) -> np.ndarray:
     """One layer's plan: int64 [rank, slot], the expert in each slot, -1 in empty ones.
 
@@ -41,9 +49,9 @@ def prophet_slots(
     cluster: compute and link speeds.
     slots: largest number of replicas on a rank.
     shape: size of an expert; without it, the estimate is the largest load.
+    hidden_under: seconds of forward compute outside the experts that hides transfers (Eq. 8); None for Eq. 6.
     excluded: n; None to search for it.
     alpha: imbalance (largest minus smallest load, over the mean) at which the search stops.
-    hidden_under: seconds of forward compute outside the experts that hides transfers (Eq. 8); None for Eq. 6.
 
     Raises ValueError for an n with which no device gets a replica, and for a negative alpha.
     """

@@ -30,12 +30,13 @@ non-zero cost.
 """
 
 import math
-from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["diffuse", "neighbour_flows"]
+from balancing.layers.planners.problem import Problem, room_of
+
+__all__ = ["neighbour_flows", "plan_diffusion"]
 
 FloatArray = NDArray[np.float64]
 _LEFT = 1e-4  # flows have converged when the deviation is _LEFT / stages of the initial one
@@ -58,29 +59,18 @@ def neighbour_flows(load: FloatArray) -> FloatArray:
     return carried
 
 
-def diffuse(
-    cost: FloatArray,
-    bounds: list[int],
-    fixed: FloatArray,
-    *,
-    least: int = 1,
-    fits: Callable[[int, int, int], bool] = lambda stage, first, last: True,
-) -> list[int]:
-    """Move the boundaries of a partition by diffusion until it has converged.
-
-    cost: [layer], seconds.
-    bounds: [stage + 1], the boundaries of the plan in force.
-    fixed: [stage], seconds of parts that cannot move.
-    least: fewest layers of a stage.
-    fits(stage, first, last): whether layers first to last - 1 fit on the stage.
-
-    Returns the new boundaries [stage + 1].
-    """
-    bounds, stages = list(bounds), len(fixed)
-    prefix = np.concatenate([[0.0], np.cumsum(cost)])
+def plan_diffusion(problem: Problem) -> list[int]:
+    """The boundaries of the plan in force moved by diffusion until it has converged. Plans one chunk a stage."""
+    bounds, stages, least = list(problem.start), problem.stages, problem.least
+    fixed, room = problem.fixed_load(), room_of(problem, [0] * stages + [problem.layers], 0)
+    prefix = np.concatenate([[0.0], np.cumsum(problem.cost)])
     load = fixed + np.diff(prefix[np.asarray(bounds)])
     remaining = neighbour_flows(load)
-    layer_cost = np.asarray(cost, dtype=float).tolist()
+    layer_cost = problem.cost.tolist()
+
+    def fits(stage: int, first: int, last: int) -> bool:
+        """Whether layers first to last - 1 fit on the stage."""
+        return room is None or bool(room.over(np.array(first), np.array(last))[stage] <= 0)
 
     def boundary(link: int, rightwards: bool) -> tuple[int, float]:
         """The new boundary of the link, and the cost of the layer that crosses it; the cost is 0 if no layer can."""
@@ -90,8 +80,8 @@ def diffuse(
         while crossing == 0 and abs(new - old) < spare:
             crossing = layer_cost[new - 1 if rightwards else new]
             new += step
-        room = fits(link + 1, new, bounds[link + 2]) if rightwards else fits(link, bounds[link], new)
-        return (new, crossing) if room else (old, 0.0)
+        able = fits(link + 1, new, bounds[link + 2]) if rightwards else fits(link, bounds[link], new)
+        return (new, crossing) if able else (old, 0.0)
 
     def follow(link: int) -> bool:
         rightwards = remaining[link] > 0

@@ -19,110 +19,38 @@ step improves the objective. The result is never worse than the plan in force, a
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from balancing.layers.memory import LayerMemory, in_flight
-from balancing.layers.planners.linear_partition import Room, least_over, linear_partition
+from balancing.layers.memory import LayerMemory
+from balancing.layers.planners.linear_partition import least_over, linear_partition
+from balancing.layers.planners.problem import Problem, by_chunk, room_of
 from balancing.pipeline.fixed_parts import add_fixed
-from balancing.pipeline.schedule import MEGATRONS, Schedule
 
-__all__ = ["Problem", "memory_shortfall", "optimal_bounds"]
+__all__ = ["plan_optimal"]
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 _DIGITS = 12  # decimal digits of the objective, so that rounding of sums in another order is no improvement
 
 
-@dataclass(frozen=True, eq=False)
-class Problem:
-    """The checked input of a planner.
-
-    cost: [layer], seconds.
-    stages, virtual: pipeline size, and chunks a stage.
-    fixed: [part], seconds of the parts that no plan moves (`balancing.pipeline.fixed_parts`).
-    memory: bytes of layers; None if memory does not matter.
-    limit: [stage], bytes that a rank may use; None for no limit.
-    home: [layer], the stage that holds each layer now, -1 for none.
-    weight: [layer], bytes that a move of the layer sends.
-    least: fewest layers of a chunk.
-    micro_batches: number of micro-batches of a step; None if there are enough to fill the pipeline.
-    schedule: as in `in_flight`.
-    behind: number of chunks without layers at the end of the pipeline (`StagePlan.behind`).
-    """
-
-    cost: FloatArray
-    stages: int
-    virtual: int
-    fixed: FloatArray
-    memory: LayerMemory | None
-    limit: FloatArray | None
-    home: NDArray[np.int64]
-    weight: FloatArray
-    least: int
-    micro_batches: int | None = None
-    behind: int = 0
-    schedule: Schedule = MEGATRONS
-
-    @property
-    def layers(self) -> int:
-        return len(self.cost)
-
-    def fixed_load(self) -> FloatArray:
-        """Float array [stage]: seconds of the parts that no plan moves."""
-        load = np.zeros(self.stages)
-        add_fixed(self.fixed, load, self.behind)
-        return load
-
-    def in_flight(self) -> IntArray:
-        """Micro-batches in flight, [stage, moment, chunk]."""
-        return in_flight(self.stages, self.virtual, self.micro_batches, self.schedule)
-
-    def filled(self, group: int) -> int:
-        """The number of stages whose chunk in `group` may have layers."""
-        return self.stages - (self.behind if group == self.virtual - 1 else 0)
-
-
-def _by_chunk(values: FloatArray, problem: Problem, bounds: Sequence[int]) -> FloatArray:
-    """The sums of `values` [layer] over chunks, [chunk, stage]; bounds: [virtual * stages + 1], along the pipeline."""
-    prefix = np.concatenate([[0.0], np.cumsum(values)])
-    return np.diff(prefix[np.asarray(bounds)]).reshape(problem.virtual, problem.stages)
-
-
-def room_of(problem: Problem, bounds: Sequence[int], group: int) -> Room | None:
-    """The memory limits for chunk `group` of each stage, if the other chunks of the stage are those of `bounds`."""
-    memory, limit, virtual = problem.memory, problem.limit, problem.virtual
-    if memory is None or limit is None:
-        return None
-    moments = problem.in_flight()
-    others = np.arange(virtual) != group
-    static = _by_chunk(memory.static, problem, bounds)[others].sum(0)
-    held = _by_chunk(memory.activation_of_layers, problem, bounds) * others[:, None]
-    static += memory.buffers
-    add_fixed(memory.fixed, static, problem.behind)
-    add_fixed(memory.fixed_activation, held.reshape(-1), problem.behind)
-    part = slice(bounds[group * problem.stages], bounds[(group + 1) * problem.stages])
-    base = static[:, None] + np.einsum("smv,vs->sm", moments, held)
-    return Room(memory.static[part], memory.activation_of_layers[part], base, moments[:, :, group].astype(float), limit)
-
-
-def optimal_bounds(problem: Problem, start: Sequence[int]) -> list[int]:
-    """Boundaries [virtual * stages + 1] of the best partition found; [] if none fits the memory.
-
-    start: another plan to start the search from, used only with several chunks a stage.
-    """
+def plan_optimal(problem: Problem) -> list[int]:
+    """The best partition found. Raises ValueError, with the missing bytes, if none fits the memory."""
     if problem.virtual == 1:
-        return _solve(problem, [0] * problem.stages + [problem.layers], 0)
-    starts = [_even_chunks(problem), list(start)]
-    if problem.memory is not None:
-        starts.append(_even_bytes(problem, problem.memory))
-    best = _descend(problem, min(starts, key=lambda bounds: _quality(problem, bounds)))
-    return best if _quality(problem, best)[0] <= 0 else []
+        best = _solve(problem, [0] * problem.stages + [problem.layers], 0)
+    else:
+        starts = [_even_chunks(problem), problem.start]
+        if problem.memory is not None:
+            starts.append(_even_bytes(problem, problem.memory))
+        best = _descend(problem, min(starts, key=lambda bounds: _quality(problem, bounds)))
+    if not best or (problem.virtual > 1 and _quality(problem, best)[0] > 0):
+        raise _does_not_fit(problem)
+    return best
 
 
-def memory_shortfall(problem: Problem) -> float:
+def _shortfall(problem: Problem) -> float:
     """The least excess of bytes of the fullest stage over its limit; at most 0 if a plan fits.
 
     Exact with one chunk a stage. With more chunks, the excess of a plan that divides bytes evenly over the chunks.
@@ -141,7 +69,7 @@ def _solve(problem: Problem, bounds: list[int], group: int) -> list[int]:
     stages, filled = problem.stages, problem.filled(group)
     first, last = bounds[group * stages], bounds[(group + 1) * stages]
     others = np.arange(problem.virtual) != group
-    fixed = problem.fixed_load() + _by_chunk(problem.cost, problem, bounds)[others].sum(0)
+    fixed = problem.fixed_load() + by_chunk(problem.cost, problem, bounds)[others].sum(0)
     room = room_of(problem, bounds, group)
     inner = linear_partition(
         problem.cost[first:last],
@@ -183,12 +111,12 @@ def _qualities(problem: Problem, bounds: IntArray) -> FloatArray:
     """
     plans, stages, virtual, behind = len(bounds), problem.stages, problem.virtual, problem.behind
 
-    def by_chunk(values: FloatArray) -> FloatArray:
+    def sums(values: FloatArray) -> FloatArray:
         """Sums of `values` [layer] over chunks, [plan, chunk, stage]."""
         prefix = np.concatenate([[0.0], np.cumsum(values)])
         return np.diff(prefix[bounds]).reshape(plans, virtual, stages)
 
-    chunk = by_chunk(problem.cost)
+    chunk = sums(problem.cost)
     add_fixed(problem.fixed, chunk.reshape(plans, -1), behind)
     slowest = chunk.sum(1).max(1) + virtual * chunk.max((1, 2)) + chunk.max(2).sum(1)
     mean = (problem.cost.sum() + problem.fixed_load().sum()) / stages
@@ -199,7 +127,7 @@ def _qualities(problem: Problem, bounds: IntArray) -> FloatArray:
     moved = (arriving[holder, bounds[:, 1:]] - arriving[holder, bounds[:, :-1]]).sum(1)
     over, memory = np.zeros(plans), problem.memory
     if memory is not None and problem.limit is not None:
-        static, held = by_chunk(memory.static).sum(1), by_chunk(memory.activation_of_layers)
+        static, held = sums(memory.static).sum(1), sums(memory.activation_of_layers)
         add_fixed(memory.fixed, static, behind)
         add_fixed(memory.fixed_activation, held.reshape(plans, -1), behind)
         moments = problem.in_flight()
@@ -248,3 +176,14 @@ def _shifted(problem: Problem, bounds: list[int]) -> IntArray:
 def _partitioned(problem: Problem, bounds: list[int]) -> IntArray:
     """`bounds`, and those with one group partitioned again: int64 [plan, chunk + 1]."""
     return np.array([bounds, *(_solve(problem, bounds, group) or bounds for group in range(problem.virtual))])
+
+
+def _does_not_fit(problem: Problem) -> ValueError:
+    assert problem.limit is not None
+    missing = _shortfall(problem)
+    limits = " or ".join(f"{limit:,.0f}" for limit in sorted(set(problem.limit.tolist())))
+    at_least = "at least " if problem.virtual == 1 else ""
+    return ValueError(
+        f"no plan keeps to memory_limit {limits} bytes on {problem.stages} stages: a stage is {at_least}"
+        f"{missing:,.0f} bytes short; use more stages, more tensor parallelism, or recompute activations"
+    )

@@ -19,12 +19,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from balancing.kernels import merging
+from balancing.kernels.base import Kernel, accumulation_dtype, sink_gradient, with_sink
+from balancing.kernels.choice import choose_kernel
+from balancing.kernels.trial import AttentionHeads
 from balancing.ranges import named
-from balancing.sequences.engine import merging
 from balancing.sequences.engine.compiler import RankProgram
-from balancing.sequences.engine.kernel_choice import choose_kernel
-from balancing.sequences.engine.kernel_trial import AttentionHeads
-from balancing.sequences.engine.kernels import Kernel, accumulation_dtype, sink_gradient, with_sink
 from balancing.sequences.engine.latents import Projection, is_received, shared_size
 from balancing.sequences.engine.program import (
     TO_ATTENTION,

@@ -26,8 +26,9 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from balancing.sequences.engine.kernels import Pieces
-from balancing.sequences.sequence_plan import Range, SequencePlan, Shard, area_of_first, by_sequence, join_adjacent
+from balancing.kernels.base import Pieces
+from balancing.kernels.pairs import area_of_first
+from balancing.sequences.sequence_plan import Range, SequencePlan, Shard, by_sequence, join_adjacent
 
 __all__ = [
     "LAYOUT_CHANGES",

@@ -20,7 +20,7 @@ import numpy as np
 
 from balancing.cluster import Cluster
 from balancing.cluster.links import first_nics
-from balancing.sequences.cost import pair_flops
+from balancing.kernels.pairs import pair_flops
 from balancing.sequences.engine.gather import gathering
 from balancing.sequences.engine.program import TransferGroup
 from balancing.sequences.rounds import TurnTokens

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from balancing.sequences.engine.kernels import Pieces, piece_ends
+from balancing.kernels.base import Pieces, piece_ends
 from balancing.sequences.engine.program import Call, Messages, PeerRows, Rows, TransferGroup
 from balancing.sequences.sequence_plan import join_adjacent
 from balancing.upload import upload

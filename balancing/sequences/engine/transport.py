@@ -27,9 +27,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from balancing.kernels import merging
 from balancing.messages import connect, start_all_to_all, start_message
 from balancing.ranges import named
-from balancing.sequences.engine import merging
 from balancing.sequences.engine.program import Messages, TransferGroup
 from balancing.sequences.engine.routing import Slice
 from balancing.sequences.engine.row_indices import MessageRows, rows_of

@@ -19,88 +19,93 @@ exposed time is taken, up to 32 nodes:
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import inf, sqrt
 from operator import itemgetter
 
-from balancing.cluster import Cluster
-from balancing.sequences.cost import exposed_seconds, hidden_seconds, token_bytes
-from balancing.sequences.planners.dealing import TOLERANCE, Piece, deal, joined, piece_area
-from balancing.sequences.sequence_plan import TILE, AttentionShape, Shard
+import numpy as np
 
-__all__ = ["balanced_chunks", "dealt_again"]
+from balancing.sequences.cost import exposed_seconds, extra_pairs, hidden_seconds, token_bytes
+from balancing.sequences.planners.dealing import TOLERANCE, Piece, deal, joined, piece_area
+from balancing.sequences.planners.problem import Problem, quickest
+from balancing.sequences.sequence_plan import TILE, SequencePlan, Shard
+
+__all__ = ["plan_chunks"]
 
 _MOST_NODES = 32  # for which several distributions are tried; with more a plan would take longer than 100 ms
 _MOST_SPREADS = 12  # sequences whose beginning is spread, counted again if one is spread anew
 _BISECTIONS = 24  # of the tokens that every node sends and receives
 
+# With measured rates. _TRIES: most times that tokens are distributed over the ranks of a node again; once with
+# _EVENED_RANKS ranks and never with more, since each takes as long as half a plan. _EVEN: ranks may differ from the
+# mean time by this share of it. _MOST_EXTRA: most area, over the mean, that a rank gives up for its rows and pieces.
+_TRIES, _EVENED_RANKS, _EVEN, _MOST_EXTRA = 2, 64, 0.01, 0.25
+
 _Nodes = list[list[Piece]]  # pieces of each node
 _Heads = dict[int, dict[int, int]]  # sequence -> node -> tokens of the sequence's beginning; the earliest node first
 
 
-def balanced_chunks(
-    lengths: Sequence[int],
-    quotas: Sequence[int],
-    cluster: Cluster,
-    shape: AttentionShape,
-    *,
-    chunk: int,
-) -> list[list[Shard]]:
-    """Layouts with exactly quotas[rank] tokens on each rank, and areas in proportion to them.
+def plan_chunks(problem: Problem) -> SequencePlan:
+    """The quickest of the layouts with equal tokens and equal area; with measured rates, with more equal seconds."""
+    plans = [problem.plan(_over_ranks(nodes, problem), "gather") for nodes in _distributions(problem)]
+    plan = quickest(plans, problem.cluster, problem.shape)
+    return plan if problem.cluster.rates is None else _evened_in_time(plan, problem)
+
+
+def _evened_in_time(plan: SequencePlan, problem: Problem) -> SequencePlan:
+    """A plan with as many tokens on each rank and more even seconds of attention, if one is found that is quicker."""
+    cluster, shape = problem.cluster, problem.shape
+    tried = [plan]
+    for _ in range(min(_TRIES, _EVENED_RANKS // plan.ranks)):
+        extra = extra_pairs(plan, cluster, shape)
+        seconds = plan.area + extra  # in units of a pair
+        if seconds.max() <= (1 + _EVEN) * seconds.mean():
+            break
+        most = _MOST_EXTRA * float(plan.area.mean())
+        nodes: _Nodes = [[] for _ in _node_ranks(problem)]
+        for sequence, start, stop, rank in plan.attention:
+            nodes[rank // cluster.ranks_per_node].append((sequence, start, stop))
+        again = _over_ranks(map(joined, nodes), problem, np.clip(extra - extra.mean(), -most, most).tolist())
+        plan = problem.plan(again, "gather")
+        tried.append(plan)
+    return quickest(tried, cluster, shape)
+
+
+def _node_ranks(problem: Problem) -> list[range]:
+    """The ranks of each node."""
+    size, ranks = problem.cluster.ranks_per_node, problem.cluster.world_size
+    return [range(first, min(first + size, ranks)) for first in range(0, ranks, size)]
+
+
+def _distributions(problem: Problem) -> list[_Nodes]:
+    """Distributions over nodes with `Problem.quotas` tokens on the ranks of each, and areas in proportion to them.
 
     The first has the longest sequences first. The second, if there is one, exposes less of the transfers between nodes;
     its transfers inside nodes and its tiles may cost more.
-
-    lengths: tokens of each sequence.
-    quotas: tokens of each rank; their sum is that of the lengths.
-    cluster: tokens are distributed over its nodes, then over the ranks of each node, so that few sequences lie on
-        several nodes.
-    shape: the model, for the time of transfers.
-    chunk: tokens. A rank takes a multiple of a chunk from the end of a sequence; if that misses the area, a multiple of
-        half a chunk, and so on.
     """
-    size = cluster.ranks_per_node
-    ranks = [range(first, min(first + size, len(quotas))) for first in range(0, len(quotas), size)]
-    node_quotas = [sum(quotas[rank] for rank in node) for node in ranks]
-    first = deal([(sequence, 0, length) for sequence, length in enumerate(lengths)], node_quotas, chunk)
-    several = 1 < len(ranks) <= _MOST_NODES
-    by_node = _quickest(first, lengths, node_quotas, cluster, shape, chunk) if several else first
-    return [
-        [
-            Shard(*piece, rank)
-            for node, pieces in zip(ranks, distribution, strict=True)
-            for rank, own in zip(node, deal(pieces, [quotas[rank] for rank in node], chunk), strict=True)
-            for piece in own
-        ]
-        for distribution in ([first] if by_node is first else [first, by_node])
-    ]
+    quotas = [sum(problem.quotas[rank] for rank in node) for node in _node_ranks(problem)]
+    first = deal([(sequence, 0, length) for sequence, length in enumerate(problem.lengths)], quotas, problem.chunk)
+    several = 1 < len(quotas) <= _MOST_NODES
+    by_node = _quickest(first, quotas, problem) if several else first
+    return [first] if by_node is first else [first, by_node]
 
 
-def dealt_again(
-    shards: Sequence[Shard], quotas: Sequence[int], cluster: Cluster, extra: Sequence[float], *, chunk: int
-) -> list[Shard]:
-    """The layout with the tokens of each node distributed over its ranks again, so that area and `extra` are equal.
+def _over_ranks(nodes: Iterable[list[Piece]], problem: Problem, extra: Sequence[float] | None = None) -> list[Shard]:
+    """The layout with the pieces of each node distributed over its ranks, so that area and `extra` are equal.
 
-    shards: a layout with quotas[rank] tokens on each rank.
-    quotas, cluster, chunk: as in `balanced_chunks`.
     extra: of each rank, query-key pairs that cost as much as what a rank computes besides its area.
     """
-    pieces: list[list[Piece]] = [[] for _ in range(-(-len(quotas) // cluster.ranks_per_node))]
-    for sequence, start, stop, rank in shards:
-        pieces[rank // cluster.ranks_per_node].append((sequence, start, stop))
-    shards_again: list[Shard] = []
-    for node, own in enumerate(pieces):
-        ranks = range(node * cluster.ranks_per_node, min((node + 1) * cluster.ranks_per_node, len(quotas)))
-        rank_quotas, beside = [quotas[rank] for rank in ranks], [extra[rank] for rank in ranks]
-        for rank, dealt in zip(ranks, deal(joined(own), rank_quotas, chunk, extra=beside), strict=True):
-            shards_again += [Shard(*piece, rank) for piece in dealt]
-    return shards_again
+    quotas, shards = problem.quotas, []
+    for ranks, pieces in zip(_node_ranks(problem), nodes, strict=True):
+        more = None if extra is None else [extra[rank] for rank in ranks]
+        dealt = deal(pieces, [quotas[rank] for rank in ranks], problem.chunk, extra=more)
+        shards += [Shard(*piece, rank) for rank, own in zip(ranks, dealt, strict=True) for piece in own]
+    return shards
 
 
-def _quickest(
-    first: _Nodes, lengths: Sequence[int], quotas: Sequence[int], cluster: Cluster, shape: AttentionShape, chunk: int
-) -> _Nodes:
+def _quickest(first: _Nodes, quotas: Sequence[int], problem: Problem) -> _Nodes:
     """The distribution over nodes with the least exposed time; `first` if none has less."""
+    lengths, cluster, shape, chunk = problem.lengths, problem.cluster, problem.shape, problem.chunk
     areas = [sum(map(piece_area, pieces)) for pieces in first]
     most = (1 + 2 * TOLERANCE) * sum(areas) / len(areas)
     token_seconds = token_bytes(shape) / (cluster.nic_bandwidth * cluster.nics_per_node)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 
-from balancing.sequences.sequence_plan import area_between
+from balancing.kernels.pairs import area_between
 
 __all__ = ["TOLERANCE", "Piece", "deal", "even_counts", "joined", "piece_area"]
 
@@ -37,7 +37,8 @@ def deal(
     earlier ones. The last bucket takes all that is left and has the mean area, up to its own rounding.
 
     pieces: to distribute.
-    chunk: as in `planners.chunks`.
+    chunk: tokens. A bucket takes a multiple of a chunk from a sequence's end, or of half of it where that misses the
+        area, and so on.
     given: pieces that each bucket has already, not among `pieces`; they count for its tokens and area. Areas may come
         out unequal if these pieces do not fit together.
     extra: area that each bucket counts besides that of its pieces. Sums may come out unequal if it is large.

@@ -30,9 +30,12 @@ from typing import NamedTuple
 from balancing.cluster import Cluster
 from balancing.sequences.cost import hidden_tokens
 from balancing.sequences.planners.dealing import even_counts
-from balancing.sequences.sequence_plan import AttentionShape, Shard
+from balancing.sequences.planners.problem import Problem
+from balancing.sequences.sequence_plan import AttentionShape, SequencePlan, Shard
 
-__all__ = ["even_layout", "zigzag", "zone_layout"]
+__all__ = ["even_layout", "plan_zones", "zigzag"]
+
+_ROOM = 1.5  # without a capacity, the most tokens of a rank in attention over the mean
 
 # A piece has at most a bucket's share of the area, divided by a grain. Finer pieces balance better and cause more
 # traffic, so the first grain that keeps the largest area of a rank below _BALANCED times the mean is taken.
@@ -98,19 +101,19 @@ class _Sequence(NamedTuple):
 _Split = list[tuple[_Sequence, list[int]]]  # sequences, longest first, and the buckets or ranks of each
 
 
-def zone_layout(
-    lengths: Sequence[int],
-    cluster: Cluster,
-    shape: AttentionShape,
-    capacity: int,
-) -> list[Shard] | None:
+def plan_zones(problem: Problem) -> SequencePlan:
+    """Zeppelin's plan. If sequences do not pack into the capacity, every sequence is cut over all ranks."""
+    capacity = int(max(problem.quotas) * _ROOM) if problem.capacity is None else problem.capacity
+    shards = _zone_layout(problem, capacity) or even_layout(problem)
+    return problem.plan(shards, "ring", remaps=True)
+
+
+def _zone_layout(problem: Problem, capacity: int) -> list[Shard] | None:
     """The layout of attention; None if sequences do not pack into the capacity.
 
-    lengths: tokens of each sequence.
-    cluster: of all ranks.
-    shape: the model, for the length from which on a ring hides its transfers.
     capacity: most tokens of a rank. Sequences cut evenly over all ranks always fit a capacity of the mean.
     """
+    lengths, cluster, shape = problem.lengths, problem.cluster, problem.shape
     order = sorted(range(len(lengths)), key=lambda sequence: (-lengths[sequence], sequence))
     batch = [_Sequence(number, lengths[number], lengths[number] * (lengths[number] + 1) / 2) for number in order]
     most = _BALANCED * sum(sequence.area for sequence in batch) / cluster.world_size
@@ -219,12 +222,11 @@ def _ring(sequence: _Sequence, members: list[int], rooms: list[int]) -> list[Sha
     return zigzag(sequence.number, members, counts)
 
 
-def even_layout(lengths: Sequence[int], ranks: int) -> list[Shard]:
-    """Shards of every sequence over all ranks. Remainders rotate over ranks, so that ranks differ by one token at most.
-
-    lengths: tokens of each sequence.
-    """
+def even_layout(problem: Problem) -> list[Shard]:
+    """Shards of every sequence over all ranks. Remainders rotate over ranks, so that ranks differ by one token at
+    most."""
     shards: list[Shard] = []
+    lengths, ranks = problem.lengths, problem.cluster.world_size
     first, members = 0, range(ranks)
     for sequence in sorted(range(len(lengths)), key=lambda sequence: (-lengths[sequence], sequence)):
         shards += zigzag(sequence, members, even_counts(lengths[sequence], ranks, first))

@@ -19,8 +19,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import unwrap_model
 
+from balancing.kernels.base import Kernel
 from balancing.sequences import SequenceAttention
-from balancing.sequences.engine.kernels import Kernel
 from megatron.balanced.sequences.mamba import DocumentOrder
 from megatron.balanced.sequences.mask import not_causal
 from megatron.balanced.sequences.planner import Programs

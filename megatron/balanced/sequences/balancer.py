@@ -16,10 +16,10 @@ from megatron.core import mpu
 from megatron.core.utils import get_model_config, unwrap_model
 
 from balancing.cluster import Cluster
+from balancing.kernels.base import accumulation_dtype
+from balancing.kernels.timed import TimedKernel
 from balancing.report import WARM_UP
 from balancing.sequences.config import SequenceConfig
-from balancing.sequences.engine.kernels import accumulation_dtype
-from balancing.sequences.engine.timed_kernel import TimedKernel
 from megatron.balanced.sequences.events import MicroBatch, Share, calls_event, step_event
 from megatron.balanced.sequences.in_place import AttentionInPlace
 from megatron.balanced.sequences.shape import attention_shape

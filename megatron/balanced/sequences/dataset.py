@@ -23,8 +23,9 @@ import torch
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
 
+from balancing.kernels.pairs import area_of_first
 from balancing.sequences.plan import PlanCache
-from balancing.sequences.sequence_plan import SequencePlan, area_of_first
+from balancing.sequences.sequence_plan import SequencePlan
 from megatron.balanced.sequences.domain import Domain, Sample
 from megatron.balanced.sequences.micro_batch_schedule import LeftOutSteps, Steps, WholeSteps
 

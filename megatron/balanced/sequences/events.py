@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from balancing.cluster import Cluster
+from balancing.kernels.pairs import causal_area
+from balancing.kernels.timed import TimedKernel
 from balancing.report import event, imbalance, measured_event
 from balancing.sequences import AttentionShape, SequenceAttention, SequencePlan
-from balancing.sequences.engine.timed_kernel import TimedKernel
 from balancing.sequences.micro_batches import document_seconds
 from balancing.sequences.plan import zone_shares
-from balancing.sequences.sequence_plan import causal_area, layer_kinds, zigzag_areas
+from balancing.sequences.sequence_plan import layer_kinds, zigzag_areas
 from megatron.balanced.sequences.domain import Domain
 
 __all__ = ["MicroBatch", "Share", "StepRecord", "calls_event", "step_event"]

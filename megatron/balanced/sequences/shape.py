@@ -5,9 +5,9 @@ from typing import Any
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 
+from balancing.kernels.trial import AttentionHeads
 from balancing.pipeline.pattern import read_pattern
 from balancing.sequences import AttentionShape
-from balancing.sequences.engine.kernel_trial import AttentionHeads
 from balancing.sequences.sequence_plan import LatentShape
 from megatron.balanced.shared.tail import layer_numbers
 

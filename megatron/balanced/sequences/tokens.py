@@ -17,11 +17,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from balancing.clock import CpuClock, CudaClock
 from balancing.cluster import Cluster
+from balancing.kernels.choice import Choice, choose_kernel
+from balancing.kernels.timed import TimedKernel
 from balancing.messages import connect
 from balancing.sequences import AttentionShape
 from balancing.sequences.config import SequenceConfig
-from balancing.sequences.engine.kernel_choice import Choice, choose_kernel
-from balancing.sequences.engine.timed_kernel import TimedKernel
 from megatron.balanced.cpu.device import is_cpu
 from megatron.balanced.sequences.domain import Domain
 from megatron.balanced.sequences.events import StepRecord

@@ -6,9 +6,9 @@ import warnings
 import torch
 
 from balancing.cluster import Cluster
+from balancing.kernels import merging
+from balancing.kernels.choice import kernels_of_gpu, planned_kernels
 from balancing.sequences.config import SequenceConfig
-from balancing.sequences.engine import merging
-from balancing.sequences.engine.kernel_choice import kernels_of_gpu, planned_kernels
 from megatron.balanced.cpu.device import is_cpu
 
 __all__ = ["kernels_line", "with_planned_kernel"]

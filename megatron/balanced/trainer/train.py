@@ -16,9 +16,9 @@ from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import print_rank_0
 
 from balancing.experts.config import ExpertConfig
+from balancing.kernels.choice import KernelError
 from balancing.pipeline.pattern import read_pattern
 from balancing.run_lock import one_run
-from balancing.sequences.engine.kernel_choice import KernelError
 from balancing.settings import SettingError
 from megatron.balanced.experts.balancer import ExpertBalancer, ReplicaMemoryError
 from megatron.balanced.fill.schedule import WeightGradientFill

@@ -36,7 +36,7 @@ __all__ = ["WaitCounter"]
 _REPOSITORY = Path(__file__).parents[3]
 _OURS = tuple(str(_REPOSITORY / name) + "/" for name in ("balancing", "examples", "megatron"))
 # Attention on a CPU has kernels of its own.
-_ON_HOST = str(_REPOSITORY / "balancing/sequences/engine/kernels.py")
+_ON_HOST = str(_REPOSITORY / "balancing/kernels/base.py")
 _FAKES = str(_REPOSITORY / "megatron/balanced/cpu") + "/"
 _TESTS = str(_REPOSITORY / "tests") + "/"
 _TORCH = str(Path(torch.__file__).parent) + "/"

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from balancing.cluster import Cluster
+from balancing.kernels import merging
+from balancing.kernels.merging import add_rows, merge_rows
 from balancing.sequences import AttentionShape, SequenceAttention, compile_rank, plan_sequences
-from balancing.sequences.engine import merging
-from balancing.sequences.engine.merging import add_rows, merge_rows
 from benchmarks.host.attention import Kernel
 from benchmarks.host.counting import Counted, fake_ranks
 from tests.support.command import run_python
@@ -26,7 +26,7 @@ pytest.importorskip("triton")
 
 def test_the_kernels_merge_and_add_like_torch() -> None:
     """In a process of its own: Triton decides when it is imported whether kernels are interpreted."""
-    code = "from tests.sequences.test_row_kernels import compare, compare_sums; "
+    code = "from tests.kernels.test_rows import compare, compare_sums; "
     code += "print(compare(), 'merges and', compare_sums(), 'sums agree')"
     done = run_python("-c", code, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stderr
@@ -35,7 +35,7 @@ def test_the_kernels_merge_and_add_like_torch() -> None:
 
 def compare() -> int:
     """Merge with the kernel and with operations of torch, on the CPU, twice the same. How many merges there were."""
-    from balancing.sequences.engine.row_kernels import merge_rows_fused
+    from balancing.kernels.rows import merge_rows_fused
 
     draw = torch.Generator().manual_seed(0)
     merges = 0
@@ -56,7 +56,7 @@ def compare() -> int:
 
 def compare_sums() -> int:
     """Add with the kernel and with operations of torch, on the CPU: the same bits. How many sums there were."""
-    from balancing.sequences.engine.row_kernels import add_rows_fused
+    from balancing.kernels.rows import add_rows_fused
 
     draw = torch.Generator().manual_seed(0)
     sums = 0
@@ -130,7 +130,7 @@ def test_nothing_is_compiled_after_the_first_micro_batch(monkeypatch: pytest.Mon
     from triton import knobs
     from triton.runtime import driver
 
-    from balancing.sequences.engine import row_kernels
+    from balancing.kernels import rows
 
     asked: list[tuple[str, bool]] = []
 
@@ -139,9 +139,9 @@ def test_nothing_is_compiled_after_the_first_micro_batch(monkeypatch: pytest.Mon
         return True  # do not
 
     monkeypatch.setattr(knobs.runtime, "jit_cache_hook", compiled)
-    monkeypatch.setattr(merging, "choose_merge", lambda device: row_kernels.merge_rows_fused)
-    monkeypatch.setattr(merging, "choose_add", lambda device: row_kernels.add_rows_fused)
-    kernels = row_kernels.merge_kernel, row_kernels.add_kernel
+    monkeypatch.setattr(merging, "choose_merge", lambda device: rows.merge_rows_fused)
+    monkeypatch.setattr(merging, "choose_add", lambda device: rows.add_rows_fused)
+    kernels = rows.merge_kernel, rows.add_kernel
     monkeypatch.setattr(driver, "_active", _Gpu())
     try:
         draw = np.random.default_rng(0)
@@ -152,7 +152,7 @@ def test_nothing_is_compiled_after_the_first_micro_batch(monkeypatch: pytest.Mon
             for method in ("chunks", "zones", "ring"):
                 _run_engine(lengths, method, int(draw.integers(4)))
     finally:
-        row_kernels._launched.clear()
+        rows._launched.clear()
         for kernel in kernels:
             kernel.device_caches.clear()
     launched, warm = ({key for key, manual in asked if manual is way} for way in (False, True))
@@ -185,16 +185,16 @@ def test_the_kernel_compiles_for_gpus_without_spills(
     architecture: int, listed: bool, capsys: pytest.CaptureFixture[str], record_property: object
 ) -> None:
     pytest.importorskip("triton")
-    from balancing.sequences.engine import row_kernels
+    from balancing.kernels import rows
 
     merged = {"out": "*fp32", "logsumexp": "*fp32", "more_out": "*bf16", "more_logsumexp": "*fp32", "rows": "*i32"}
     added = {"total": "*fp32", "part": "*bf16", "more": "*bf16", "rows": "*i32", "which": "*i32"}
     kernels = {
-        "merge": (row_kernels.merge_kernel, merged, row_kernels.merge_options(128)),
+        "merge": (rows.merge_kernel, merged, rows.merge_options(128)),
         "add": (
-            row_kernels.add_kernel,
+            rows.add_kernel,
             added,
-            row_kernels.add_options(192, 128) | {"SUMMED": listed, "STORES": listed},
+            rows.add_options(192, 128) | {"SUMMED": listed, "STORES": listed},
         ),
     }
     for name, (kernel, pointers, options) in kernels.items():

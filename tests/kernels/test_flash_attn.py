@@ -9,9 +9,9 @@ def _largest_differences(kv_heads: int) -> list[float]:
     """Of output, logsumexp and the three gradients, relative to the largest number, over all pieces."""
     import torch
 
-    from balancing.sequences.engine.flash_kernels import PackageFlash
-    from balancing.sequences.engine.kernels import PRODUCTS
-    from tests.sequences.test_kernels import PIECES, _inputs
+    from balancing.kernels.base import PRODUCTS
+    from balancing.kernels.flash import PackageFlash
+    from tests.kernels.test_base import PIECES, _inputs
     from tests.support.stand_ins.flash_attn_cuda import install
 
     install()

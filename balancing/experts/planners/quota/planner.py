@@ -1,83 +1,68 @@
 """The default planner: replicas for a predicted load, as many as pay for their transfer.
 
 The true load is split exactly later (`balancing.experts.split.split`), so the placement only has to make a balanced
-split possible. Without a cost model all slots are used. Replicas are spread for robustness
-(`balancing.experts.planners.spread`). If slots are so few that spread replicas cannot balance even the prediction, they
-are packed for the prediction (`balancing.experts.planners.pack`).
+split possible. Without a cost model all slots are used. Replicas are spread for robustness (`spread`). If slots are so
+few that spread replicas cannot balance even the prediction, they are packed for the prediction (`pack`).
 
 With a cost model (`balancing.experts.cost`), the candidate of least cost is chosen. Candidates are
 
 - no replicas,
 - spread replicas,
 - the most useful packed replicas, anywhere, and inside nodes alone, where links cost least,
-- replicas that keep tokens in their node (`balancing.experts.planners.near`).
+- replicas that keep tokens in their node (`near`).
 
 If slots stay empty and the load is expected to drift, the choice is compared with full slots under drifted loads.
 
-Costs are estimated for all candidates at once (`balancing.experts.planners.estimate`). With few ranks and experts there
-is time for more: the best candidates are then compared by their exact split, and so are variants of the best one with
-another expert in one slot.
+Costs are estimated for all candidates at once (`estimate`). With few ranks and experts there is time for more: the best
+candidates are then compared by their exact split, and so are variants of the best one with another expert in one slot.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
-from balancing.cluster import Cluster
-from balancing.experts.cost import ExpertShape, TransferWindow, copy_seconds, layer_cost, with_transfers
+from balancing.experts.cost import ExpertShape, copy_seconds, layer_cost, with_transfers
 from balancing.experts.load_history import drifted_loads
 from balancing.experts.placement import ReplicaPlacement
-from balancing.experts.planners.estimate import CostEstimate
-from balancing.experts.planners.near import near_slots
-from balancing.experts.planners.pack import pack_replicas
-from balancing.experts.planners.spread import fill_slots, spread_counts, spread_slots
+from balancing.experts.planners.problem import Problem
+from balancing.experts.planners.quota.estimate import CostEstimate
+from balancing.experts.planners.quota.near import near_slots
+from balancing.experts.planners.quota.pack import pack_replicas
+from balancing.experts.planners.quota.spread import fill_slots, spread_counts, spread_slots
 from balancing.experts.split.split import traffic
 
-__all__ = ["QuotaPlanner"]
+__all__ = ["QuotaPlanner", "plan_quota"]
 
 _PRECISION = 0.01  # costs and loads that differ by less than this fraction count as equal
 _THOROUGH = 1024  # largest slots x experts with time for exact splits and for more candidates
 _LIKELY = 6  # candidates of least estimate whose costs are then computed better; a third of it above _THOROUGH
 
 
+def plan_quota(loads: np.ndarray, problem: Problem) -> list[ReplicaPlacement]:
+    """The placements of all layers, planned one by one. Every layer but the first uses the window of a later layer."""
+    picks = spread_counts(loads.sum(1), problem.home, problem.ranks, problem.slots)
+    first = QuotaPlanner(problem.cluster, problem.home, problem.slots, problem.shape, problem.window, problem.drift)
+    later = replace(first, window=replace(first.window, first=False))
+    return [
+        (later if number else first).plan(load, layer_picks)
+        for number, (load, layer_picks) in enumerate(zip(loads, picks, strict=True))
+    ]
+
+
 @dataclass(frozen=True)
-class QuotaPlanner:
-    """Plans layer by layer.
+class QuotaPlanner(Problem):
+    """The problem, with the steps to plan one layer."""
 
-    cluster: compute and link speeds.
-    home: int [expert], home ranks.
-    slots: largest number of replicas on a rank.
-    shape: size of an expert; None plans without a cost model.
-    window: the compute that overlaps the transfers of the first layer. Later layers use it with `first` set to False.
-    drift: expected total variation between a load and the one that the placement meets.
-    """
-
-    cluster: Cluster
-    home: np.ndarray
-    slots: int
-    shape: ExpertShape | None = None
-    window: TransferWindow = field(default_factory=TransferWindow)
-    drift: float = 0.0
-
-    def __call__(self, loads: np.ndarray) -> list[ReplicaPlacement]:
-        """One placement a layer. loads: float [layer, source_rank, expert]."""
-        picks = spread_counts(loads.sum(1), self.home, self.ranks, self.slots)
-        later = replace(self, window=replace(self.window, first=False))
-        return [
-            (later if number else self)._plan(load, layer_picks)
-            for number, (load, layer_picks) in enumerate(zip(loads, picks, strict=True))
-        ]
-
-    def _plan(self, load: np.ndarray, picks: np.ndarray) -> ReplicaPlacement:
+    def plan(self, load: np.ndarray, picks: np.ndarray) -> ReplicaPlacement:
         """The placement of one layer. load: float [source_rank, expert], tokens. picks: a row of `spread_counts`."""
         counts, total = np.rint(load).astype(np.int64), load.sum(0)
         spread = fill_slots(self._spread(total, picks), total, self.home)
         if self.shape is None:
             return self._balanced(counts, total, spread)
         costs = _Costs(self, counts, self.shape)
-        best = costs.cheapest([self._none, spread, *self._packed(total), *self._near(counts, total, picks)])
+        best = costs.cheapest([self.empty, spread, *self._packed(total), *self._near(counts, total, picks)])
         if self.thorough and self.ranks > self.per_node:
             best = costs.cheapest([best.slot_expert, *self._exchanged(best.slot_expert, total)])
         best = self._with_free_copies(best, total, costs)
@@ -109,7 +94,7 @@ class QuotaPlanner:
             return []
         parts = (8, 4, 2, 1) if self.thorough else (4, 2, 1)
         numbers = sorted({-(-self.ranks * self.slots // part) for part in parts})
-        starts = [self._none]
+        starts = [self.empty]
         starts += [self._spread(total, picks[:number]) for number in (numbers[:-1] if self.thorough else numbers[:1])]
         near = near_slots(counts, self.home, starts, ranks_per_node=self.per_node, numbers=numbers)
         return [fill_slots(slots, total, self.home, self.per_node) for slots in near]
@@ -160,7 +145,7 @@ class QuotaPlanner:
         """Packed replicas: the most useful 1, 2, 4, ..., and all."""
         sizes = self.ranks, self.slots
         copies = pack_replicas(total, self.home, *sizes, ranks_per_node=self.per_node, inside=inside)
-        slots, used, packed = self._none, [0] * self.ranks, []
+        slots, used, packed = self.empty, [0] * self.ranks, []
         for number, (expert, rank) in enumerate(copies, 1):
             slots[rank, used[rank]] = expert
             used[rank] += 1
@@ -168,28 +153,10 @@ class QuotaPlanner:
                 packed.append(slots.copy())
         return [*packed, slots]
 
-    def placement(self, slots: np.ndarray) -> ReplicaPlacement:
-        """The placement with `slots`: int [rank, slot], -1 in empty slots."""
-        return ReplicaPlacement(self.home, slots, "level", self.per_node, self.cluster.nics_per_node)
-
-    @property
-    def _none(self) -> np.ndarray:
-        return np.full((self.ranks, self.slots), -1)
-
-    @cached_property
-    def ranks(self) -> int:
-        """Number of ranks."""
-        return int(self.home.max()) + 1
-
     @cached_property
     def thorough(self) -> bool:
         """Whether the layer is small enough for exact splits and more candidates."""
         return self.ranks * self.slots * len(self.home) <= _THOROUGH
-
-    @property
-    def per_node(self) -> int:
-        """Ranks of a node."""
-        return min(self.ranks, self.cluster.ranks_per_node)
 
 
 class _Costs:

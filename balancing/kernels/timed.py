@@ -8,8 +8,8 @@ import torch
 from balancing.clock import DeviceClock
 from balancing.cluster.job_rates import Calls, Work
 from balancing.cluster.rates import TILE, tile_pairs
-from balancing.sequences.cost import pair_flops
-from balancing.sequences.engine.kernels import Kernel, Pieces
+from balancing.kernels.base import Kernel, Pieces
+from balancing.kernels.pairs import pair_flops
 
 __all__ = ["TimedKernel"]
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from balancing.sequences.engine.kernel_choice import choose_kernel
-from balancing.sequences.engine.kernel_trial import AttentionHeads
-from balancing.sequences.engine.kernels import CPU, PRODUCTS, Pieces, accumulation_dtype, merge
+from balancing.kernels.base import CPU, PRODUCTS, Pieces, accumulation_dtype, merge
+from balancing.kernels.choice import choose_kernel
+from balancing.kernels.trial import AttentionHeads
 
 PIECES = [
     Pieces((7,), (7,), True),

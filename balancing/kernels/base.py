@@ -9,7 +9,7 @@ With a window of w a query sees only the last w + 1 of these keys. Query head h 
 h // (heads / kv_heads), as usual for grouped-query and multi-query attention.
 
 Here are the kernels that run anywhere: PyTorch's flash attention for CPUs, float64 included, and matrix products in
-tiles of queries, exact and slow. Those for GPUs are in `flash_kernels` and `cudnn_kernel`. `kernel_choice` chooses.
+tiles of queries, exact and slow.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from balancing.sequences.sequence_plan import MOST_TOKENS
+from balancing.kernels.pairs import MOST_TOKENS
 from balancing.upload import upload
 
 __all__ = [

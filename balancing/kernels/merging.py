@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from balancing.sequences.engine.kernels import accumulation_dtype, merge
+from balancing.kernels.base import accumulation_dtype, merge
 
 __all__ = ["add_rows", "choose_add", "choose_merge", "merge_rows"]
 
@@ -109,9 +109,9 @@ def _fused_add() -> Add:
 
 
 def _if_right(name: str, plain: Any, calls: Sequence[tuple[Any, ...]], what: str) -> Any:
-    """The kernel `name` of `row_kernels` if it changes its tensors as `plain` does in these calls; else `plain`."""
+    """The kernel `name` of `rows` if it changes its tensors as `plain` does in these calls; else `plain`."""
     try:
-        fused = getattr(importlib.import_module("balancing.sequences.engine.row_kernels"), name)
+        fused = getattr(importlib.import_module("balancing.kernels.rows"), name)
         for arguments in calls:
             found = []
             for one in (plain, fused):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.attention
 
-from balancing.sequences.engine.kernels import bounds, too_large, window_arguments
+from balancing.kernels.base import bounds, too_large, window_arguments
 
 __all__ = ["PackageFlash", "TorchFlash"]
 

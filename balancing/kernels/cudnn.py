@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from balancing.sequences.engine.kernels import Pieces, accumulation_dtype, bounds, too_large
+from balancing.kernels.base import Pieces, accumulation_dtype, bounds, too_large
 
 __all__ = ["MOST_PLANS", "CudnnPacked"]
 
@@ -52,7 +52,7 @@ class CudnnPacked:
         self._state: torch.Tensor | None = None
 
     def refusal(self, backward: bool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pieces: Pieces) -> str:
-        """As `kernels.refusal`."""
+        """As `base.refusal`."""
         if reason := too_large(q, k, v):
             return reason
         if torch.are_deterministic_algorithms_enabled() and _squares_memory(q.device):

@@ -19,9 +19,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from balancing.sequences.engine.cudnn_kernel import CudnnPacked
-from balancing.sequences.engine.flash_kernels import PackageFlash, TorchFlash
-from balancing.sequences.engine.kernel_trial import (
+from balancing.kernels.base import CPU, PRODUCTS, Kernel, OfOneSize, Pieces, refusal
+from balancing.kernels.cudnn import CudnnPacked
+from balancing.kernels.flash import PackageFlash, TorchFlash
+from balancing.kernels.trial import (
     TOLERANCE,
     AttentionHeads,
     difference,
@@ -30,7 +31,6 @@ from balancing.sequences.engine.kernel_trial import (
     samples,
     seconds_a_flop,
 )
-from balancing.sequences.engine.kernels import CPU, PRODUCTS, Kernel, OfOneSize, Pieces, refusal
 
 __all__ = [
     "KERNELS",

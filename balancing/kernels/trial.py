@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from balancing.sequences.engine.kernels import PRODUCTS, Kernel, Pieces, accumulation_dtype, merge, piece_ends, refusal
-from balancing.sequences.sequence_plan import causal_area
+from balancing.kernels.base import PRODUCTS, Kernel, Pieces, accumulation_dtype, merge, piece_ends, refusal
+from balancing.kernels.pairs import causal_area
 from balancing.upload import upload
 
 __all__ = ["TOLERANCE", "AttentionHeads", "difference", "kind_of", "repeats", "samples", "seconds_a_flop"]

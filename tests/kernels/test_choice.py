@@ -8,22 +8,22 @@ import pytest
 import torch
 
 from balancing.cluster import Cluster
+from balancing.kernels import base, trial
+from balancing.kernels.base import PRODUCTS, OfOneSize, Pieces
+from balancing.kernels.choice import KernelError, KernelsInTurn, _loads, choose_among, planned_kernels
+from balancing.kernels.flash import TorchFlash
+from balancing.kernels.trial import AttentionHeads
 from balancing.sequences import AttentionShape, plan_sequences
-from balancing.sequences.engine import kernel_choice, kernel_trial, kernels
 from balancing.sequences.engine.compiler import compile_rank
-from balancing.sequences.engine.flash_kernels import TorchFlash
-from balancing.sequences.engine.kernel_choice import KernelError, KernelsInTurn, choose_among
-from balancing.sequences.engine.kernel_trial import AttentionHeads
-from balancing.sequences.engine.kernels import PRODUCTS, OfOneSize, Pieces
 from balancing.sequences.plan import METHODS
 from balancing.sequences.sequence_plan import in_window
-from tests.sequences.test_kernels import PIECES, _alone, _inputs
+from tests.kernels.test_base import PIECES, _alone, _inputs
 
 CPU = torch.device("cpu")
 HEADS = AttentionHeads(torch.float64, 4, 2, 6, 6, True)
 
 
-class Exact(kernels._Products):
+class Exact(base._Products):
     """Matrix products, as slow as told. seconds: of a call."""
 
     def __init__(self, seconds: float = 1.0) -> None:
@@ -48,9 +48,9 @@ class Clock:
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch):
-    monkeypatch.setattr(kernel_trial.time, "perf_counter", lambda: Clock.now)
-    monkeypatch.setattr(kernel_trial, "_LONG", 40)
-    monkeypatch.setattr(kernel_trial, "_SHORT", (5, 5))
+    monkeypatch.setattr(trial.time, "perf_counter", lambda: Clock.now)
+    monkeypatch.setattr(trial, "_LONG", 40)
+    monkeypatch.setattr(trial, "_SHORT", (5, 5))
 
 
 def _choose(wanted="auto", heads=HEADS, had=None, **kernels_by_name):
@@ -243,17 +243,17 @@ def test_with_no_other_kernel_matrix_products_are_left():
 def test_tensors_with_offsets_of_more_than_32_bits_go_to_kernels_that_take_them(monkeypatch):
     class Large(Exact):
         def refusal(self, backward, q, k, v, pieces):
-            return kernels.too_large(q, k, v)
+            return base.too_large(q, k, v)
 
     choice = _choose(cudnn=Large(0.1), fa2=Exact(0.4))
     row = torch.zeros(1, 2, 128, dtype=torch.bfloat16)
     fits, beyond = row.expand(2**22 - 1, 2, 128), row.expand(2**22, 2, 128)  # without memory
-    assert not kernels.too_large(fits, fits, fits)
-    assert kernels.too_large(row, beyond, beyond) == "2147483648 elements are more than 2147483647"
-    assert kernels.too_large(row.expand(2**23, 2, 128), row, row)
-    assert not kernels.refusal(OfOneSize(PRODUCTS), False, beyond, beyond, beyond, PIECES[0])
-    assert kernels.refusal(OfOneSize(Large()), False, row, beyond, beyond, PIECES[0])
-    monkeypatch.setattr(kernels, "_MOST_ELEMENTS", 100)
+    assert not base.too_large(fits, fits, fits)
+    assert base.too_large(row, beyond, beyond) == "2147483648 elements are more than 2147483647"
+    assert base.too_large(row.expand(2**23, 2, 128), row, row)
+    assert not base.refusal(OfOneSize(PRODUCTS), False, beyond, beyond, beyond, PIECES[0])
+    assert base.refusal(OfOneSize(Large()), False, row, beyond, beyond, PIECES[0])
+    monkeypatch.setattr(base, "_MOST_ELEMENTS", 100)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         _check(choice.kernel)
@@ -268,13 +268,14 @@ def test_a_setting_names_a_kernel_or_a_family(wanted, name):
 
 
 def test_plans_before_the_choice_assume_what_is_there():
-    planned = kernel_choice.planned_kernels
-    assert planned() == planned("flash") == ("fa2",), "torch has it"
-    assert planned("fused") == planned("fused", ("cudnn", "fa2")) == ("cudnn",)
-    assert planned("auto", ("fa2", "cudnn")) == ("cudnn", "fa2") and planned("fa3", ("fa2",)) == ("fa3",)
+    assert planned_kernels() == planned_kernels("flash") == ("fa2",), "torch has it"
+    assert planned_kernels("fused") == planned_kernels("fused", ("cudnn", "fa2")) == ("cudnn",)
+    assert planned_kernels("auto", ("fa2", "cudnn")) == ("cudnn", "fa2") and planned_kernels("fa3", ("fa2",)) == (
+        "fa3",
+    )
     h100 = Cluster.preset("h100-8x400g")
-    assert h100.with_kernel(*planned("auto", ("fa2", "cudnn"))).rates.kernel == "cudnn"
-    assert h100.with_kernel(*planned("unfused")) == h100
+    assert h100.with_kernel(*planned_kernels("auto", ("fa2", "cudnn"))).rates.kernel == "cudnn"
+    assert h100.with_kernel(*planned_kernels("unfused")) == h100
 
 
 @pytest.mark.parametrize(
@@ -309,8 +310,8 @@ def test_values_are_padded_only_where_a_kernel_needs_it(name, kernel, padded):
 
 def _rank(rank: int) -> tuple[str, list[str]]:
     """The choice of a rank: on each another kernel is the fastest, and on the second one is wrong."""
-    kernel_trial._LONG, kernel_trial._SHORT = 40, (5, 5)
-    kernel_trial.time.perf_counter = lambda: Clock.now  # type: ignore[assignment]
+    trial._LONG, trial._SHORT = 40, (5, 5)
+    trial.time.perf_counter = lambda: Clock.now  # type: ignore[assignment]
     seconds = [(0.1, 0.5), (0.7, 0.2)][rank]
     wrong = _TopLeft(0.01) if rank else Exact(0.01)
     picky = _NoWindows(seconds[1]) if rank else Exact(seconds[1])
@@ -342,7 +343,7 @@ def _choice_of_rank() -> tuple[str, list[str]]:
     ],
 )
 def test_the_kernels_that_are_tried_on_a_generation_of_gpus(major, names):
-    assert [*kernel_choice._loads(major)] == names
+    assert [*_loads(major)] == names
 
 
 def test_one_switch_of_torch_serves_kernels_in_turn(monkeypatch):
@@ -360,13 +361,13 @@ def test_one_switch_of_torch_serves_kernels_in_turn(monkeypatch):
 
 def test_pieces_have_the_kinds_that_are_compared():
     """Whatever pieces there are, their kind is one of those."""
-    known = {*kernel_trial.samples(HEADS)}
+    known = {*trial.samples(HEADS)}
     for causal, window, queries, keys in itertools.product(
         (True, False), (None, 3), ((1, 1), (2, 1)), ((1, 1), (2, 1), (2, 2))
     ):
         if causal and any(q > k for q, k in zip(queries, keys, strict=True)):
             continue
-        assert kernel_trial.kind_of(Pieces(queries, keys, causal, window if causal else None)) in known
+        assert trial.kind_of(Pieces(queries, keys, causal, window if causal else None)) in known
 
 
 @pytest.mark.parametrize(
