@@ -35,6 +35,7 @@ from rich.table import Table
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from balancing.cluster import PRESETS, Cluster
+from balancing.cluster.measured_links import gather_values, measure_links, seconds_now
 from balancing.cluster.presets import H100
 from balancing.cluster.rates import AttentionPoint, KernelPoints, Rates, attention_curve, causal_pairs
 from balancing.command_line import Parser, whole_number
@@ -47,15 +48,11 @@ __all__ = [
     "matmul_rate",
     "measure",
     "measure_rates",
-    "message_latency",
-    "pair_bandwidth",
 ]
 
 _TIMEOUT = timedelta(minutes=2)  # of each wait; the whole measurement takes seconds
 _REPEATS = 7
-_PAIR_REPEATS = 5
-_LAUNCHES, _MESSAGES = 200, 50  # a latency is the mean of as many
-_LONG_ENOUGH = 0.1  # seconds of one transfer: far above latency, and longer than the burst that a shaped NIC permits
+_LAUNCHES = 200  # a latency is the mean of as many
 
 
 class _Sizes(NamedTuple):
@@ -94,9 +91,9 @@ def matmul_rate(device: torch.device) -> tuple[float, str]:
     out = torch.empty(size, size, device=device, dtype=dtype)
     seconds = []
     for _ in range(_REPEATS + 2):
-        begin = _now(device)
+        begin = seconds_now(device)
         torch.mm(left, right, out=out)
-        seconds.append(_now(device) - begin)
+        seconds.append(seconds_now(device) - begin)
     rate = 2 * size**3 / statistics.median(seconds[2:])  # the first two set up libraries and clocks
     return rate, f"{size} x {size} x {size}, {str(dtype).removeprefix('torch.')}"
 
@@ -210,9 +207,9 @@ def _median(action: Callable[[], object], device: torch.device) -> float:
     """Seconds of an action, the median of repeats; the first two set up libraries and clocks."""
     seconds = []
     for _ in range(_REPEATS + 2):
-        begin = _now(device)
+        begin = seconds_now(device)
         action()
-        seconds.append(_now(device) - begin)
+        seconds.append(seconds_now(device) - begin)
     return statistics.median(seconds[2:])
 
 
@@ -225,82 +222,13 @@ def _rising(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
     return found
 
 
-def message_latency(sender: int, receiver: int, device: torch.device) -> float:
-    """Seconds of a message of eight bytes from rank `sender` to rank `receiver`: half of a round trip.
-
-    All ranks of the default process group call this, and all return the figure. Raises RuntimeError when the group's
-    timeout passes.
-    """
-    rank, took = dist.get_rank(), 0.0
-    if rank in (sender, receiver):
-        message = torch.zeros(1, dtype=torch.int64, device=device)
-        for repeat in range(1 + _PAIR_REPEATS):  # the first one opens the connection
-            begin = _now(device)
-            for _ in range(_MESSAGES):
-                for source, target in ((sender, receiver), (receiver, sender)):
-                    if rank == source:
-                        dist.send(message, target)
-                    else:
-                        dist.recv(message, source)
-            seconds = (_now(device) - begin) / (2 * _MESSAGES)
-            took = seconds if repeat == 1 else min(took, seconds)
-    return _gather(took)[sender]
-
-
-def pair_bandwidth(sender: int, receiver: int, device: torch.device) -> float:
-    """Bytes/s from rank `sender` to rank `receiver`, through the default process group.
-
-    All ranks of the group call this, and all return the figure. The size grows until one transfer takes 0.1 s, or up to
-    1 GiB on a GPU and 256 MiB on a CPU. The median of 5 transfers counts. A transfer ends when the receiver's answer
-    has arrived. Raises RuntimeError when the group's timeout passes.
-    """
-    rate = 0.0
-    if dist.get_rank() == sender:
-        rate = _send_until_long(receiver, device)
-    elif dist.get_rank() == receiver:
-        _receive_until_told(sender, device)
-    return _gather(rate)[sender]
-
-
-def _send_until_long(receiver: int, device: torch.device) -> float:
-    largest = 2**30 if device.type == "cuda" else 2**28
-    answer = torch.zeros(1, dtype=torch.int64, device=device)
-    size = 2**20
-    while True:
-        dist.send(torch.tensor([size], device=device), receiver)
-        payload = torch.zeros(size, dtype=torch.uint8, device=device)
-        seconds = []
-        for _ in range(1 + _PAIR_REPEATS):  # the first one opens the connection
-            begin = _now(device)
-            dist.send(payload, receiver)
-            dist.recv(answer, receiver)
-            seconds.append(_now(device) - begin)
-        took = statistics.median(seconds[1:])
-        if took >= _LONG_ENOUGH or size >= largest:
-            dist.send(torch.tensor([0], device=device), receiver)
-            return size / took
-        size *= 2
-
-
-def _receive_until_told(sender: int, device: torch.device) -> None:
-    size = torch.zeros(1, dtype=torch.int64, device=device)
-    while True:
-        dist.recv(size, sender)
-        if size.item() == 0:
-            return
-        payload = torch.empty(int(size.item()), dtype=torch.uint8, device=device)
-        for _ in range(1 + _PAIR_REPEATS):
-            dist.recv(payload, sender)
-            dist.send(size, sender)
-
-
 def measure(device: torch.device) -> tuple[Cluster, dict[str, str]]:
     """Measure this machine with the ranks of the default process group, or with this process if there is no group.
 
     All ranks call this and return the same: the cluster, and notes on the measurement. A bandwidth that these ranks
     cannot measure is math.inf. Raises ValueError if the ranks do not fill equal nodes in order.
     """
-    ranks = _gather(_describe_rank())
+    ranks = gather_values(_describe_rank())
     me = ranks[dist.get_rank()] if dist.is_initialized() else ranks[0]
     per_node = ranks[0].ranks_per_node
     for number, rank in enumerate(ranks):
@@ -318,35 +246,31 @@ def measure(device: torch.device) -> tuple[Cluster, dict[str, str]]:
         name = f"CPU, {torch.get_num_threads()} thread(s) a rank"
 
     rate, product = matmul_rate(device)
-    rates = _gather(rate)
-    intra_node = pair_bandwidth(0, 1, device) if per_node > 1 else math.inf
-    between = pair_bandwidth(0, per_node, device) if len(ranks) > per_node else math.inf
-    latencies: dict[str, Any] = {}
-    if len(ranks) > 1:
-        latencies["message_seconds"] = message_latency(0, per_node if len(ranks) > per_node else 1, device)
+    rates = gather_values(rate)
+    speeds: dict[str, Any] = {"intra_node_bandwidth": math.inf, "nic_bandwidth": math.inf}
+    speeds |= measure_links(per_node, device)
     if device.type == "cuda":
         launch, host = launch_latency(device)
-        latencies |= {"launch_seconds": max(_gather(launch)), "host_seconds": max(_gather(host))}
+        speeds |= {"launch_seconds": max(gather_values(launch)), "host_seconds": max(gather_values(host))}
     cluster = Cluster(
         nodes=len(ranks) // per_node,
         ranks_per_node=per_node,
         nics_per_node=ranks[0].nics_per_node,
-        intra_node_bandwidth=intra_node,
-        nic_bandwidth=between,
         flops=statistics.median(rates),
-        memory=min(_gather(memory)),
-        rates=_gather(measure_rates(device))[0],
-        **latencies,
+        memory=min(gather_values(memory)),
+        rates=gather_values(measure_rates(device))[0],
+        **speeds,
     )
     spread = f"slowest rank {_quantity(min(rates), 'FLOP/s')}, fastest {_quantity(max(rates), 'FLOP/s')}"
     backend = dist.get_backend() if dist.is_initialized() else "none"
-    if between < math.inf and backend == "nccl":  # NCCL spreads a transfer over all NICs of a rank, gloo does not
-        cluster = replace(cluster, nic_bandwidth=between / len(cluster.nics(0)))
+    if cluster.nic_bandwidth < math.inf and backend == "nccl":
+        cluster = replace(cluster, nic_bandwidth=cluster.nic_bandwidth / len(cluster.nics(0)))
+    measured = sorted(name for name in speeds if name.endswith("_seconds"))
     return cluster, {
         "device": name,
         "matmul": f"{product}; {spread}",
         "process group": backend,
-        "latencies": f"measured: {', '.join(sorted(latencies)) or 'none'}; the others are defaults",
+        "latencies": f"measured: {', '.join(measured) or 'none'}; the others are defaults",
         "torch": str(torch.__version__),
     }
 
@@ -424,23 +348,8 @@ def _describe_rank() -> _Rank:
     return _Rank(int(os.environ.get("LOCAL_RANK", dist.get_rank() % per_node)), per_node, nics, host)
 
 
-def _gather[T](value: T) -> list[T]:
-    """The values of all ranks, in rank order. Also synchronizes the ranks."""
-    if not dist.is_initialized():
-        return [value]
-    values: list[T] = [value] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
 def _rank() -> int:
     return int(os.environ.get("RANK", "0"))
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 def _quantity(value: float, unit: str) -> str:

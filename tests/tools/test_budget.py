@@ -11,9 +11,9 @@ from tests.support.patience import PATIENCE
 REPOSITORY = Path(__file__).resolve().parents[2]
 # Folders -> most lines of their Python files, rounded up to hundreds.
 MOST = {
-    ("balancing", "megatron"): 40_900,
+    ("balancing", "megatron"): 41_200,
     ("balancing_tools",): 4_900,
-    ("tests",): 49_700,
+    ("tests",): 49_900,
     ("benchmarks", "scripts"): 15_100,
 }
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from balancing.cluster import PRESETS, Cluster
+from balancing.cluster import PRESETS, Cluster, measured_links
 from balancing.launch import Launch, detect_launch, detect_nics, host_memory
 from balancing_tools import cluster as measure
 from balancing_tools.cluster import main
@@ -336,7 +336,7 @@ def test_the_emulated_cluster_names_its_own_nics():
 def _set_clock(step: float) -> None:
     """Have everything that is measured take `step` seconds."""
     readings = itertools.count()
-    measure._now = lambda device: next(readings) * step
+    measure.seconds_now = measured_links.seconds_now = lambda device: next(readings) * step
 
 
 def _measure_on_rank(environment: dict[str, str], *arguments: str) -> int:
@@ -348,7 +348,8 @@ def _measure_on_rank(environment: dict[str, str], *arguments: str) -> int:
 
 def test_one_process_measures_itself_and_guesses_nothing(tmp_path, capsys, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(measure, "_now", measure._now)
+    for module in (measure, measured_links):
+        monkeypatch.setattr(module, "seconds_now", module.seconds_now)
     _set_clock(0.01)
     path = tmp_path / "cluster.json"
     assert main(["--measure", "--device", "cpu", "--json", str(path)]) == 0
