@@ -160,11 +160,11 @@ class TrialSchedule:
 
     names: the balancers that a step can leave out.
     config: settings.
-    steps: of the run; None if unknown.
+    steps: number of steps of the run; None if unknown.
     first: the iteration from which rounds are counted: the first one with these balancers.
     begins: the first iteration of this run, if it goes on with the schedule of an earlier one; its warm-up has no
         trials.
-    seed: of the order of steps in blocks.
+    seed: seed of the order of steps in blocks.
 
     Raises ValueError for more than three names: a block of all combinations would be too long. Raises SettingError if a
     run of trials alone would have no pair of steps to compare.
@@ -271,8 +271,8 @@ def _is_off(switched: int, iteration: int) -> bool:
 class LeftOut:
     """Whether iterations leave out one balancer, told before they begin. It can be pickled, if `switched` can.
 
-    schedule: of the run.
-    name: of the balancer, one of those of `schedule`.
+    schedule: the schedule of the run.
+    name: name of the balancer, one of those of `schedule`.
     switched: that of `Trials`.
     """
 

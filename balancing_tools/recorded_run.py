@@ -10,7 +10,7 @@ from balancing.layers.cost import LayerSeconds
 from balancing.layers.recorded import RecordedRun
 from balancing.pipeline.fixed_parts import NAMES
 from balancing.pipeline.pattern import Pattern
-from balancing.pipeline.schedule import MEGATRONS, Schedule
+from balancing.pipeline.schedule import MEGATRON_DEFAULTS, Schedule
 from balancing.pipeline.stage_plan import StagePlan
 from balancing.report import History, read_history, summarize
 from balancing.report.summary import LayerCosts
@@ -98,6 +98,6 @@ def _pattern(costs: LayerCosts) -> Pattern | None:
 def _schedule(line: dict[str, Any]) -> Schedule:
     """The schedule of a line of the log. Lines of one chunk a stage, and of older versions, do not have it."""
     if "microbatch_group_size" not in line:
-        return MEGATRONS
+        return MEGATRON_DEFAULTS
     in_parts = bool(line.get("overlap_moe_expert_parallel_comm"))
     return Schedule(group=line["microbatch_group_size"], in_parts=in_parts)

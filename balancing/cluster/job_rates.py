@@ -56,10 +56,10 @@ class Calls:
     seconds: Sequence[float]
 
     def line(self, machine: Cluster | None = None) -> dict[str, Any]:
-        """What a line of the log tells: at most eight calls from the least to the most work, those of equal work as one
-        with their median; and how many times as long all calls took as the rates of `machine` say, if it has any.
+        """One log entry: up to eight calls sorted by work, ties merged by their median, and the measured over the
+        predicted time of all calls.
 
-        machine: what planners had.
+        machine: rates that predict; None, or a machine without rates, leaves the comparison out.
         """
         by_work: dict[Work, list[float]] = {}
         for work, seconds in zip(self.work, self.seconds, strict=True):

@@ -106,8 +106,8 @@ class Rates:
     kernel: the name in `attention` that planners plan with.
     attention: (name, points) of each measured kernel.
     products: (rows of a group, FLOP/s) of grouped products, by rows.
-    operation_seconds: of the host for one operation of `balancing.sequences.engine`, from Python.
-    post_seconds: of the host to start one message.
+    operation_seconds: seconds of the host for one operation of `balancing.sequences.engine`, from Python.
+    post_seconds: seconds of the host to start one message.
     group_seconds: of the host for each group of a product, where products are started one by one; 0 for one kernel.
     copy_bandwidth: bytes/s that the device copies in its memory.
     source: where and when this was measured.

@@ -50,7 +50,7 @@ class ExpertConfig:
     def fitted(self, experts: int, ranks: int) -> "ExpertConfig":
         """The settings, with the default number of slots lowered to that of the experts on other ranks.
 
-        experts: of the model.
+        experts: number of experts of the model.
         ranks: expert-parallel size.
 
         Raises ValueError, one line, if the user asked for more slots.

@@ -68,7 +68,7 @@ class Kernel(Protocol):
         needs a kernel that takes it; `OfOneSize` makes one.
     out: [query tokens, heads, value_size].
     logsumexp: [heads, query tokens], in `accumulation_dtype`.
-    pieces: of the batch, in the order of the tokens.
+    pieces: the pieces of the batch, in the order of the tokens.
     scale: factor of the scores.
     """
 

@@ -66,7 +66,7 @@ class Choice(NamedTuple):
     """A chosen kernel.
 
     kernel: the chosen one and, for the pieces that it does not take, the others.
-    name: of the chosen one, as in `KERNELS`; "products" or "cpu" for those that run anywhere.
+    name: name of the chosen one, as in `KERNELS`; "products" or "cpu" for those that run anywhere.
     line: for the user.
     rates: name -> FLOP/s of each kernel that was timed, forward and backward, mean of long and short pieces.
     """
@@ -157,7 +157,7 @@ def choose_among(
                 found[name].refused.setdefault(kind, "another rank does not run them")
     if not (usable := [name for name in named if costs[name] < math.inf]):
         why = [f"{one.title}: {one.wrong or 'not on all ranks'}" for name, one in found.items() if name in named]
-        why += _said({name: reason for name, reason in absent.items() if name in named})
+        why += _missing_phrases({name: reason for name, reason in absent.items() if name in named})
         raise KernelError(f"attention kernel {wanted} does not run here: {'; '.join(why) or 'not for this GPU'}")
     chosen = usable[0]
     for name in usable[1:]:
@@ -168,7 +168,7 @@ def choose_among(
     in_turn = [found[chosen], *behind, _Found("products", "matrix products", PRODUCTS, {})]
     rates = {name: 1 / costs[name] for name in usable if costs[name]}
     wrong = [f"{one.title} left out: {one.wrong}" for one in found.values() if one.wrong]
-    line = "; ".join([*_rates_said(in_turn, rates), *wrong, *_said(absent), *_left(in_turn)])
+    line = "; ".join([*_rate_phrases(in_turn, rates), *wrong, *_missing_phrases(absent), *_fallback_phrases(in_turn)])
     return Choice(KernelsInTurn(in_turn), chosen, f"attention: {line}", rates)
 
 
@@ -191,13 +191,12 @@ def kernels_of_gpu(device: torch.device) -> list[tuple[str, str, Kernel]]:
 class KernelsInTurn:
     """A kernel made of several: each call goes to the first that takes its kind of pieces.
 
-    The last takes all. Where another than the first computes a kind for a reason that nobody knew before, a warning
-    says so once.
+    The last takes all. If another than the first computes a kind for an unexpected reason, a warning is logged once.
     """
 
     def __init__(self, kernels: Sequence[_Found]) -> None:
         self._kernels = kernels
-        self._said: set[tuple[str, str]] = set()
+        self._warned: set[tuple[str, str]] = set()
 
     def forward(self, q, k, v, pieces, scale):
         return self._first(False, q, k, v, pieces, lambda kernel: kernel.forward(q, k, v, pieces, scale))
@@ -217,8 +216,8 @@ class KernelsInTurn:
                     return call(one.kernel)
                 except Exception as error:  # of whatever kind: the next kernel computes the same
                     why = one.refused[kind] = _in_one_line(error)
-            if (one.title, kind) not in self._said:
-                self._said.add((one.title, kind))
+            if (one.title, kind) not in self._warned:
+                self._warned.add((one.title, kind))
                 warnings.warn(f"attention: {one.title} leaves {kind} to the next kernel: {why}", stacklevel=4)
         return call(self._kernels[-1].kernel)
 
@@ -302,22 +301,22 @@ def _largest(
 # Words.
 
 
-def _rates_said(in_turn: Sequence[_Found], rates: Mapping[str, float]) -> list[str]:
-    """The first kernel, and others that were timed, with teraflops a second."""
+def _rate_phrases(in_turn: Sequence[_Found], rates: Mapping[str, float]) -> list[str]:
+    """The chosen kernel and the others that were timed, with their TFLOP/s."""
     first, *others = in_turn
     rate = f", {rates[first.name] / 1e12:.0f} TFLOP/s" if first.name in rates else ""
     return [f"{first.title}{rate}", *(f"{o.title} {rates[o.name] / 1e12:.0f}" for o in others if o.name in rates)]
 
 
-def _said(absent: Mapping[str, str]) -> list[str]:
-    """Of kernels that are not there. absent: as from `_find`."""
+def _missing_phrases(absent: Mapping[str, str]) -> list[str]:
+    """One phrase per broken kernel, and one for all that are not installed. absent: as from `_find`."""
     missing = [KERNELS[name] for name, why in absent.items() if not why]
     broken = [f"{KERNELS[name]}: {why}" for name, why in absent.items() if why]
     return [*broken, *([f"not installed: {', '.join(missing)}"] if missing else [])]
 
 
-def _left(in_turn: Sequence[_Found]) -> Iterator[str]:
-    """Of kinds of pieces that the first kernel leaves to others."""
+def _fallback_phrases(in_turn: Sequence[_Found]) -> Iterator[str]:
+    """One phrase per kind of pieces that the chosen kernel cannot compute."""
     for kind, why in in_turn[0].refused.items():
         other = next(one.title for one in in_turn if kind not in one.refused)
         yield f"{kind} go to {other}: {why}"

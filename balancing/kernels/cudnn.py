@@ -58,7 +58,7 @@ class CudnnPacked:
         if torch.are_deterministic_algorithms_enabled() and _squares_memory(q.device):
             return "cuDNN repeats bit for bit on this GPU only with memory for the square of the length"
         plan = (
-            *(backward, *_mask(pieces)[:2], _beside(k, v), q.shape[1:], k.shape[1:], v.shape[2], q.dtype),
+            *(backward, *_mask(pieces)[:2], _is_interleaved(k, v), q.shape[1:], k.shape[1:], v.shape[2], q.dtype),
             *(_rounded(len(pieces.queries), 32), _rounded(len(q), 1024), _rounded(len(k), 1024)),
         )
         if plan not in self._plans:
@@ -115,7 +115,7 @@ class CudnnPacked:
         *ends, longest, most_keys = bounds(pieces, q.device)
         query_ends, key_ends = (_with_empty(each, len(pieces.queries)) for each in ends)
         mask, window, bottom_right = _mask(pieces)
-        layout = "thd_th2d" if _beside(k, v) else "thd_thd_thd"
+        layout = "thd_th2d" if _is_interleaved(k, v) else "thd_thd_thd"
         if layout == "thd_thd_thd":
             k, v = k.contiguous(), v.contiguous()
         return {
@@ -163,7 +163,7 @@ def _mask(pieces: Pieces) -> tuple[str, tuple[int, int], bool]:
     return "padding_causal_bottom_right" if longer else "padding_causal", (left, 0), longer
 
 
-def _beside(k: torch.Tensor, v: torch.Tensor) -> bool:
+def _is_interleaved(k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether each head's key and value lie beside each other, and nothing else between them."""
     heads, size = k.shape[1:]
     return (

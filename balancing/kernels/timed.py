@@ -58,7 +58,7 @@ class TimedKernel:
     def told(self, taken: list[_Call], way: str, name: str) -> Calls:
         """What calls of `take`, of which one at least is of this direction, tell of it once the device has passed them.
 
-        name: of the kernel.
+        name: name of the kernel.
         """
         own = [call for call in taken if call.way == way]
         timed = [(call, self._clock.seconds(call.begin, call.begin, call.end)[2]) for call in own]

@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from balancing.layers.simulated_fill import SplitPasses, simulate_fill
 from balancing.pipeline.fixed_parts import add_fixed
-from balancing.pipeline.schedule import MEGATRONS, Schedule
+from balancing.pipeline.schedule import MEGATRON_DEFAULTS, Schedule
 from balancing.pipeline.stage_plan import StagePlan
 from balancing.pipeline.timeline import Timeline, simulate_schedule
 
@@ -109,7 +109,7 @@ class LayerSeconds:
         micro_batches: int,
         *,
         transfer: ArrayLike = 0.0,
-        schedule: Schedule = MEGATRONS,
+        schedule: Schedule = MEGATRON_DEFAULTS,
     ) -> Timeline:
         """Simulate one training step under `plan`. transfer, schedule: as in `simulate_schedule`."""
         forward, backward = self.stage_seconds(plan)
@@ -121,7 +121,7 @@ class LayerSeconds:
         micro_batches: int,
         *,
         transfer: ArrayLike = 0.0,
-        schedule: Schedule = MEGATRONS,
+        schedule: Schedule = MEGATRON_DEFAULTS,
     ) -> float:
         """Seconds of one training step under `plan`. With `schedule.weight_share`, weight gradients are deferred.
 

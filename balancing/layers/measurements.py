@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from balancing.layers.cost import LayerSeconds, over_ranks
 from balancing.layers.memory import LayerMemory, stage_memory
 from balancing.pipeline.fixed_parts import NAMES
-from balancing.pipeline.schedule import MEGATRONS, Schedule
+from balancing.pipeline.schedule import MEGATRON_DEFAULTS, Schedule
 from balancing.pipeline.stage_plan import StagePlan
 from balancing.report.exposed import exposed_seconds
 from balancing.report.record import RankRecord
@@ -84,7 +84,7 @@ def fit_activations(
     peaks: FloatArray,
     plan: StagePlan,
     micro_batches: int | None = None,
-    schedule: Schedule = MEGATRONS,
+    schedule: Schedule = MEGATRON_DEFAULTS,
 ) -> LayerMemory:
     """Estimate activations from the measured peaks of the stages. Returns `resting` with these activations.
 

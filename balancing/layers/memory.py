@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from balancing.pipeline.fixed_parts import add_fixed
-from balancing.pipeline.schedule import MEGATRONS, Schedule
+from balancing.pipeline.schedule import MEGATRON_DEFAULTS, Schedule
 from balancing.pipeline.stage_plan import StagePlan
 
 __all__ = ["LayerMemory", "in_flight", "stage_memory"]
@@ -81,7 +81,7 @@ def in_flight(
     stages: int,
     virtual: int = 1,
     micro_batches: int | None = None,
-    schedule: Schedule = MEGATRONS,
+    schedule: Schedule = MEGATRON_DEFAULTS,
 ) -> NDArray[np.int64]:
     """Numbers of micro-batches in flight of each chunk, at the points in time when a stage may hold the most bytes.
 
@@ -131,7 +131,7 @@ def stage_memory(
     plan: StagePlan,
     memory: LayerMemory,
     micro_batches: int | None = None,
-    schedule: Schedule = MEGATRONS,
+    schedule: Schedule = MEGATRON_DEFAULTS,
 ) -> FloatArray:
     """Float array [stage]: the peak bytes of a rank of each stage under `plan`.
 

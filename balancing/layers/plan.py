@@ -20,7 +20,7 @@ from balancing.layers.planners.optimal import plan_optimal
 from balancing.layers.planners.problem import Problem, uniform_bounds
 from balancing.layers.planners.refine import refine_plan
 from balancing.pipeline.layout import to_layout
-from balancing.pipeline.schedule import MEGATRONS, Schedule
+from balancing.pipeline.schedule import MEGATRON_DEFAULTS, Schedule
 from balancing.pipeline.stage_plan import StagePlan
 
 __all__ = [
@@ -66,7 +66,7 @@ class Pipeline:
     stages: int
     micro_batches: int | None
     virtual: int = 1
-    schedule: Schedule = MEGATRONS
+    schedule: Schedule = MEGATRON_DEFAULTS
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Running:
     micro_batches: int
     ranks_per_stage: int = 1
     ranks_per_node: int | None = None
-    schedule: Schedule = MEGATRONS
+    schedule: Schedule = MEGATRON_DEFAULTS
 
 
 def plan_stages(

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from balancing.layers.memory import in_flight
-from balancing.pipeline.schedule import MEGATRONS, Action, PipelineMessage, Schedule, program
+from balancing.pipeline.schedule import MEGATRON_DEFAULTS, Action, PipelineMessage, Schedule, program
 
 __all__ = ["FilledStep", "SplitPasses", "kept_share", "simulate_fill", "weight_share"]
 
@@ -183,7 +183,7 @@ def simulate_fill(
     *,
     spare: float = 0.0,
     transfer: ArrayLike = 0.0,
-    schedule: Schedule = MEGATRONS,
+    schedule: Schedule = MEGATRON_DEFAULTS,
 ) -> FilledStep:
     """Simulate one step of Megatron's schedule in which weight gradients are deferred.
 

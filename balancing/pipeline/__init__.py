@@ -14,13 +14,13 @@ Nothing here knows what is balanced. `balancing.layers` and `balancing.sequences
 
 from balancing.pipeline.layout import from_layout, to_layout
 from balancing.pipeline.pattern import KINDS, Pattern, read_pattern
-from balancing.pipeline.schedule import MEGATRONS, Operation, Schedule, operations
+from balancing.pipeline.schedule import MEGATRON_DEFAULTS, Operation, Schedule, operations
 from balancing.pipeline.stage_plan import StagePlan
 from balancing.pipeline.timeline import Timeline, simulate_schedule, simulate_steps
 
 __all__ = [
     "KINDS",
-    "MEGATRONS",
+    "MEGATRON_DEFAULTS",
     "Operation",
     "Pattern",
     "Schedule",

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-__all__ = ["MEGATRONS", "Action", "Operation", "PipelineMessage", "Schedule", "operations", "program"]
+__all__ = ["MEGATRON_DEFAULTS", "Action", "Operation", "PipelineMessage", "Schedule", "operations", "program"]
 
 Kind = Literal["forward", "backward"]
 
@@ -62,7 +62,7 @@ class Schedule:
     weight_share: float = 0.0
 
 
-MEGATRONS = Schedule()
+MEGATRON_DEFAULTS = Schedule()
 
 
 class PipelineMessage(NamedTuple):
@@ -87,7 +87,7 @@ class Action(NamedTuple):
 
 
 def operations(
-    ranks: int, micro_batches: int, *, chunks: int = 1, schedule: Schedule = MEGATRONS
+    ranks: int, micro_batches: int, *, chunks: int = 1, schedule: Schedule = MEGATRON_DEFAULTS
 ) -> tuple[tuple[Operation, ...], ...]:
     """The order of forwards and backwards on each rank.
 
@@ -112,7 +112,7 @@ def program(
     micro_batches: int,
     *,
     chunks: int = 1,
-    schedule: Schedule = MEGATRONS,
+    schedule: Schedule = MEGATRON_DEFAULTS,
 ) -> tuple[Action, ...]:
     """The program of pipeline rank `rank` (from 0) in one step, in order.
 

@@ -23,7 +23,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from balancing.pipeline.schedule import MEGATRONS, Operation, PipelineMessage, Schedule, program
+from balancing.pipeline.schedule import MEGATRON_DEFAULTS, Operation, PipelineMessage, Schedule, program
 
 __all__ = ["Timeline", "simulate_schedule", "simulate_steps"]
 
@@ -51,7 +51,7 @@ def simulate_schedule(
     micro_batches: int,
     *,
     transfer: ArrayLike = 0.0,
-    schedule: Schedule = MEGATRONS,
+    schedule: Schedule = MEGATRON_DEFAULTS,
 ) -> Timeline:
     """Simulate one step of Megatron's 1F1B schedule, or of the interleaved one if there are several chunks a rank.
 
@@ -92,7 +92,7 @@ def simulate_steps(
     micro_batches: int,
     *,
     transfer: ArrayLike = 0.0,
-    schedule: Schedule = MEGATRONS,
+    schedule: Schedule = MEGATRON_DEFAULTS,
 ) -> FloatArray:
     """Step seconds of many pipelines of one size at once: float [pipeline].
 

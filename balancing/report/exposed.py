@@ -25,7 +25,7 @@ def exposed_spans(messages: Sequence[Span], computed: Sequence[tuple[float, floa
     """The exposed part of messages of layers: one span, "forward-exposed" or "backward-exposed", for each pass that has
     any. It has no device seconds, and ends with the last exposed message of its pass.
 
-    messages: of kind "forward" or "backward"; they start when all data to send are ready.
+    messages: the messages of kind "forward" or "backward"; they start when all data to send are ready.
     computed: (start, seconds) of each piece of computation of the rank. Pieces do not overlap.
     """
     if not messages:

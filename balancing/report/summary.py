@@ -82,7 +82,7 @@ class LayerCosts:
     """Typical seconds per micro-batch of every layer, and the stage and chunk it is on. Arrays are [layer].
 
     names: in the order of the model; numbers, or names such as "embedding".
-    kinds: of each layer: "MoE" or "dense", in a hybrid model its own names of kinds.
+    kinds: the kind of each layer: "MoE" or "dense", in a hybrid model its own names of kinds.
     hybrid: whether the model is hybrid.
     """
 

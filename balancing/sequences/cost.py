@@ -124,8 +124,8 @@ def step_cost(
 ) -> StepCost:
     """The cost of one micro-batch.
 
-    plan: of the batch.
-    cluster: of at least the plan's ranks.
+    plan: the plan of the batch.
+    cluster: the cluster of at least the plan's ranks.
     shape: the model.
     routed: whether traffic that leaves a node is spread over all NICs of the node; None where `routing_pays`.
     remapped: whether linear layers use the plan's linear layout; otherwise they use the layout of attention.
@@ -296,7 +296,7 @@ def kv_seconds(
     """Seconds of transfers of keys and values in one layer: forward, and backward with their gradients.
 
     moved: tokens on links in forward.
-    exchange: of each sequence; if any sequence is on a ring, all gradients count as on rings.
+    exchange: the exchange of each sequence; if any sequence is on a ring, all gradients count as on rings.
     token_bytes: bytes of one token's keys and values.
     cluster, routed: as in `traffic.traffic_seconds`.
     gradient_width: as in `step_cost`.
@@ -322,8 +322,8 @@ def routing_pays(
 ) -> bool:
     """Whether routing, to spread traffic between nodes over all NICs, saves enough of attention's time.
 
-    plan: of the batch.
-    cluster: of the plan's ranks.
+    plan: the plan of the batch.
+    cluster: the cluster of the plan's ranks.
     kv_bytes: bytes of one token's keys and values in one layer.
     remap_bytes: bytes of one token that are remapped to attention and back.
     flops_of_pair: `pair_flops` of the layer.

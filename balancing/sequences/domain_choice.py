@@ -35,7 +35,7 @@ class DrawnSteps:
 
     samples: [sample], document lengths in tokens of random samples of the training set.
     micro_batch_size: samples in a micro-batch of one data-parallel rank.
-    micro_batches: of a step, on each data-parallel rank.
+    micro_batches: number of micro-batches of a step, on each data-parallel rank.
     waiting: data-parallel ranks of one expert-parallel group, which wait for each other in every micro-batch.
 
     Raises ValueError for no samples.
@@ -68,7 +68,7 @@ def choose_domain(
 ) -> DomainChoice:
     """The domain "context" or "data" for a job; deterministic.
 
-    steps: of the job.
+    steps: number of steps of the job.
     context: the context-parallel ranks of one data-parallel rank.
     domain: the context-parallel ranks of all data-parallel ranks.
     shape: the model.

@@ -35,9 +35,9 @@ class MicroBatchPlan:
     """The micro-batch of each document of a step.
 
     lengths: tokens of each document.
-    seconds: of each document in all layers, forward and backward, with its work spread evenly over the ranks.
+    seconds: seconds of each document in all layers, forward and backward, with its work spread evenly over the ranks.
     micro_batch: of each document, from 0.
-    micro_batches: of the step.
+    micro_batches: number of micro-batches of the step.
     method: the planner that made the plan.
     capacity: most tokens of a micro-batch, over all ranks; None for no limit.
 
@@ -112,7 +112,7 @@ def plan_micro_batches(
     drawn micro-batches, reordered with cheap ones first and last.
 
     lengths: tokens of each document, at least one.
-    micro_batches: of the step, at most as many as documents.
+    micro_batches: number of micro-batches of the step, at most as many as documents.
     cluster: the ranks over which each micro-batch is spread, usually those of a context-parallel group.
     shape: the model, for costs.
     token_capacity: most tokens of a micro-batch on each of these ranks. None: all ranks together hold 1.25 times the
@@ -157,7 +157,7 @@ def deal_whole(
     that allows, and cheap micro-batches first and last.
 
     seconds: [part], costs of parts in the order in which they were drawn. All parts have the same number of tokens.
-    micro_batches: of the step.
+    micro_batches: number of micro-batches of the step.
     step: as in `plan_micro_batches`. With it, micro-batches of warm-up and cool-down are cheaper where that is quicker.
 
     Raises ValueError if the number of parts is not a multiple of `micro_batches`.

@@ -92,8 +92,8 @@ def plan_rounds(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Rounds of rings, int64 [rank], and turns of gathering, int64 [rank]; those inside nodes and between nodes added.
 
-    plan: of the batch.
-    cluster: of at least the plan's ranks.
+    plan: the plan of the batch.
+    cluster: the cluster of at least the plan's ranks.
     turn_tokens: least tokens of a turn.
     copies: whether keys of other nodes are copied inside a node, one round after their arrival.
     """

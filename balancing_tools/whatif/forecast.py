@@ -15,7 +15,7 @@ from balancing.layers.cost import LayerSeconds
 from balancing.layers.plan import Pipeline, Running, plan_pipeline
 from balancing.layers.repack import Repack, choose_repack, repack_options
 from balancing.layers.simulated_fill import weight_share
-from balancing.pipeline.schedule import MEGATRONS, Schedule
+from balancing.pipeline.schedule import MEGATRON_DEFAULTS, Schedule
 from balancing.pipeline.stage_plan import StagePlan
 from balancing_tools.load_trace import LoadTrace
 from balancing_tools.whatif.gains import ExpertLoads, SequenceLoads, expert_loads, sequence_loads
@@ -81,12 +81,12 @@ def forecast(
     """Forecasts of all scenarios for a job on a cluster of as many ranks.
 
     job: with its number of GPUs.
-    cluster: of as many ranks.
+    cluster: the cluster of as many ranks.
     lengths: of documents that are masked from each other: the name of a distribution, or recorded lengths [document];
         None if every sequence is one document.
     routing: skew of experts: a name of `gains.ROUTING`, or recorded loads.
     efficiency: constants of the balanced step.
-    seed: of the random loads.
+    seed: seed of the random loads.
 
     Raises ValueError for unknown distributions, a cluster of another size, and a schedule that Megatron-LM does not
     have.
@@ -237,7 +237,7 @@ def schedule_seconds(
     plan: StagePlan,
     micro_batches: int,
     transfer: float,
-    schedule: Schedule = MEGATRONS,
+    schedule: Schedule = MEGATRON_DEFAULTS,
 ) -> tuple[float, float]:
     """Seconds of the pipeline's schedule, and the idle share of all stages' time.
 

@@ -36,7 +36,7 @@ def forecast_recorded(
 
     history: from `balancing.report.read_history`.
     gpus: numbers of ranks; the run's own number by default.
-    iterations: of the whole training, for GPU-hours.
+    iterations: number of iterations of the whole training, for GPU-hours.
 
     Raises ValueError for a run without timed layers, and for numbers of GPUs that do not go with the run's stages and
     micro-batches.

@@ -123,7 +123,7 @@ class StepModel:
     """The parts of a job's step on a cluster.
 
     job: with its number of GPUs.
-    cluster: of as many ranks.
+    cluster: the cluster of as many ranks.
     efficiency: constants; by default those fitted to published runs.
     """
 
@@ -171,7 +171,7 @@ class StepModel:
 
     @property
     def _mamba(self) -> tuple[int, int, int]:
-        """Of a Mamba layer: width of its values, width of the keys of all groups, number of heads."""
+        """Sizes of a Mamba layer: width of its values, width of the keys of all groups, number of heads."""
         job, heads = self.job, self.job.mamba_heads
         return heads * job.mamba_head_dim, job.mamba_num_groups * job.mamba_state_dim, heads
 

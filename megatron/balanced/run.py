@@ -18,7 +18,7 @@ __all__ = ["Run", "step"]
 def step(run: "Run", config: Any, train: Callable[[Callable], Any]) -> Any:
     """One step of training, with all callbacks. All ranks of the job call it together.
 
-    config: of the model, which the schedule reads.
+    config: the config of the model, which the schedule reads.
     train: the loop's own part: takes the schedule, calls it, and steps the optimizer if the loop does so in one call.
 
     Returns what `train` returns.
@@ -72,7 +72,7 @@ class Run:
     chunks: model chunks of this rank, in their wrappers for data parallelism.
     optimizer, scheduler: those of the model, from the first step on; None in a loop that does not pass them.
     data: iterator over micro-batches, or a list with one for each model chunk.
-    schedule: of the step in progress, in the loop's own wrappers.
+    schedule: the schedule of the step in progress, in the loop's own wrappers.
     new_schedule: replaces the loop's own, where process groups have changed since the loop chose it.
     iteration: number (from 0) of the step in progress, or of the next one.
     next_step: number (from 0) of the optimizer step that begins, where layers have not decided since the last one.

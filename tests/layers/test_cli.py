@@ -19,7 +19,7 @@ from balancing.layers import (
     stage_memory,
 )
 from balancing.layers.recorded import estimate_memory
-from balancing.pipeline import MEGATRONS, Schedule, from_layout, to_layout
+from balancing.pipeline import MEGATRON_DEFAULTS, Schedule, from_layout, to_layout
 from balancing.report import EventLog, observe, read_history, summarize
 from balancing.report.findings import finding_rows
 from balancing_tools.layers import main
@@ -258,7 +258,7 @@ def test_a_recorded_schedule_is_that_of_the_plans(tmp_path, capsys):
     run = read_run(write(tmp_path / "groups", microbatch_group_size=6, overlap_moe_expert_parallel_comm=True))
     assert run.plan.counts == plan.counts and run.schedule == schedule
     plain = read_run(write(tmp_path / "plain"))
-    assert plain.plan == run.plan and plain.schedule == MEGATRONS
+    assert plain.plan == run.plan and plain.schedule == MEGATRON_DEFAULTS
     np.testing.assert_allclose(stage_memory(plan, estimate_memory(run), 12, schedule), peak, rtol=1e-3)
     assert estimate_memory(run).activation_of_layers[0] == pytest.approx(1e9, rel=1e-2)
 

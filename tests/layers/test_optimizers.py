@@ -94,7 +94,7 @@ def _planned(counts: Plans, offloads: bool) -> list[list[int]]:
     import numpy as np
 
     from balancing.layers import LayerSeconds
-    from balancing.pipeline import MEGATRONS
+    from balancing.pipeline import MEGATRON_DEFAULTS
     from balancing.pipeline.stage_plan import StagePlan
     from megatron.balanced.layers import planning
 
@@ -105,7 +105,7 @@ def _planned(counts: Plans, offloads: bool) -> list[list[int]]:
         planner = object.__new__(planning.LayerPlanner)
         planner._model = SimpleNamespace(fine_grained_activation_offloading=offloads)
         planner._config = SimpleNamespace(planner=method)
-        planner._schedule = MEGATRONS
+        planner._schedule = MEGATRON_DEFAULTS
         planner._mover = SimpleNamespace(plan=StagePlan.from_counts(counts), gather=lambda own: [own])
         plan = planner._plan(LayerSeconds(seconds, 2 * seconds), np.zeros(2))
         found.append([len(chunk) for chunk in plan.order])

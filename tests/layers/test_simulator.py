@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from balancing.pipeline import MEGATRONS, Operation, Schedule, operations, simulate_schedule
+from balancing.pipeline import MEGATRON_DEFAULTS, Operation, Schedule, operations, simulate_schedule
 from balancing.pipeline.schedule import program
 
 quick = settings(max_examples=60)
@@ -29,7 +29,7 @@ def pipelines(draw, most_ranks=6):
     """A pipeline of any shape that Megatron accepts: (forward, backward, micro_batches, simulation's options)."""
     ranks = draw(st.integers(1, most_ranks))
     chunks = draw(st.integers(1, 3)) if ranks > 1 else 1
-    schedule = MEGATRONS
+    schedule = MEGATRON_DEFAULTS
     if chunks == 1:
         micro_batches = draw(st.integers(1, 9))
     else:

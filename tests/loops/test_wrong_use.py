@@ -160,7 +160,7 @@ def _misplaced() -> list[str]:
     elsewhere = {row.flag for row in rows if row.where == LOOPS}
     wrong = []
     for row in rows:
-        names = {row.flag, *row.beside} - {*LATER}
+        names = {row.flag, *row.only_with} - {*LATER}
         if row.where != TRAINER:
             wrong += names - fields
         elif names <= fields and not names & elsewhere:

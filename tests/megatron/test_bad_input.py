@@ -259,7 +259,7 @@ def _flags_that_do_not_exist(argv: list[str]) -> list[str]:
     )[1]
     arguments.parse_arguments(argv)
     names = {
-        *(name for row in (*INCOMPATIBLE, *checks.INCOMPATIBLE) for name in (row.flag, *row.beside)),
+        *(name for row in (*INCOMPATIBLE, *checks.INCOMPATIBLE) for name in (row.flag, *row.only_with)),
         *machine._OF_GPUS,
         *ranges._AT_LEAST_1,
         *hybrid._MAMBA,

@@ -120,11 +120,11 @@ def test_whole_micro_batches_equal_one_rank(routed, tmp_path, layout, loss):
 def _unused() -> tuple[Any, ...]:
     """A cluster, a model and costs of steps, where a test has costs of its own."""
     from balancing.cluster import Cluster
-    from balancing.pipeline import MEGATRONS
+    from balancing.pipeline import MEGATRON_DEFAULTS
     from balancing.sequences import AttentionShape
     from megatron.balanced.sequences.micro_batch_schedule import StepSeconds
 
-    return Cluster.preset("h200-8x400g"), AttentionShape(64, 4, 4, 2, 128), StepSeconds(1, 1, MEGATRONS)
+    return Cluster.preset("h200-8x400g"), AttentionShape(64, 4, 4, 2, 128), StepSeconds(1, 1, MEGATRON_DEFAULTS)
 
 
 def _whole_steps() -> None:
@@ -181,14 +181,14 @@ def _whole_steps() -> None:
 def _dealt_for_a_pipeline() -> float:
     """Seconds of a step of dealt documents on four stages, over that of equal micro-batches."""
     from balancing.cluster import Cluster
-    from balancing.pipeline import MEGATRONS
+    from balancing.pipeline import MEGATRON_DEFAULTS
     from balancing.sequences import AttentionShape
     from balancing.sequences.micro_batches import document_seconds
     from megatron.balanced.sequences.micro_batch_schedule import Steps, StepSeconds
 
     lengths = np.random.default_rng(0).integers(64, 1024, 160)
     cluster, shape = Cluster.preset("h200-8x400g").relabel(1, 4), AttentionShape(64, 4, 4, 2, 128)
-    step = StepSeconds(stages=4, chunks=1, schedule=MEGATRONS)
+    step = StepSeconds(stages=4, chunks=1, schedule=MEGATRON_DEFAULTS)
     steps = Steps(8, 8, 0, cluster, shape, step, token_capacity=int(lengths.sum() / 8 / 4 * 1.25))
     deal = steps.deal(lengths.tolist(), np.arange(160) // 20)
     costs = np.bincount(deal, document_seconds(lengths, cluster, shape), 8)

@@ -50,7 +50,7 @@ def _lines(
     """Lines of a table; rows with the same reason share one. name: how a flag is called. reason: the further cells."""
     flags: dict[str, list[str]] = {}
     for row in rows:
-        beside = [_in_words(name(flag), values) for flag, values in row.beside.items()]
+        beside = [_in_words(name(flag), values) for flag, values in row.only_with.items()]
         rest = f"{', with ' if beside else ''}{' and '.join(beside)} | {reason(row)} |"
         flags.setdefault(rest, []).append(_in_words(name(row.flag), row.values))
     return [f"| {', '.join(of_row)}{rest}" for rest, of_row in flags.items()]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from balancing.pipeline import MEGATRONS, Schedule
+from balancing.pipeline import MEGATRON_DEFAULTS, Schedule
 from balancing.sequences.config import SequenceConfig
 from balancing_tools.whatif.job import flag_table, read_flags, read_recipe_flags
 from examples.dynamic_models.config import DynamicsConfig
@@ -69,7 +69,7 @@ def test_experts_and_layouts():
     assert job(ends).plan.counts == ((1,), (2,), (2,), (3,))
     chunks = "--num-layers-per-virtual-pipeline-stage 2 --pipeline-model-parallel-size 2 --global-batch-size 16"
     assert job(chunks).chunks == 2
-    assert job(chunks).schedule == MEGATRONS
+    assert job(chunks).schedule == MEGATRON_DEFAULTS
     grouped = job(f"{chunks} --microbatch-group-size-per-virtual-pipeline-stage 4 --overlap-moe-expert-parallel-comm")
     assert grouped.schedule == Schedule(group=4, in_parts=True)
 

@@ -125,7 +125,7 @@ class _Layer:
     buffer: number of the buffer that holds the layer's slots.
     weights: [slot, element], the flat weights of the expert in each slot; memory of the buffer.
     leaves: [slot] -> the replica's parameters, in the memory of `weights`.
-    placement: of the iteration.
+    placement: the placement of the iteration.
     chains: chains of the layer's experts with replicas.
     full: slots with a replica of this rank.
     fetching: weights in flight.

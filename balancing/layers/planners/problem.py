@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from balancing.layers.memory import LayerMemory, in_flight
 from balancing.layers.planners.linear_partition import Room
 from balancing.pipeline.fixed_parts import add_fixed
-from balancing.pipeline.schedule import MEGATRONS, Schedule
+from balancing.pipeline.schedule import MEGATRON_DEFAULTS, Schedule
 
 __all__ = ["Problem", "by_chunk", "room_of", "uniform_bounds"]
 
@@ -47,7 +47,7 @@ class Problem:
     start: list[int]
     micro_batches: int | None = None
     behind: int = 0
-    schedule: Schedule = MEGATRONS
+    schedule: Schedule = MEGATRON_DEFAULTS
 
     @property
     def layers(self) -> int:

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from balancing.layers.cost import LayerSeconds
-from balancing.pipeline.schedule import MEGATRONS, Schedule
+from balancing.pipeline.schedule import MEGATRON_DEFAULTS, Schedule
 from balancing.pipeline.stage_plan import StagePlan
 from balancing.pipeline.timeline import simulate_steps
 
@@ -37,7 +37,7 @@ def refine_plan(
     micro_batches: int,
     *,
     transfer: ArrayLike = 0.0,
-    schedule: Schedule = MEGATRONS,
+    schedule: Schedule = MEGATRON_DEFAULTS,
     current: StagePlan | None = None,
     min_layers: int = 1,
     fits: Callable[[StagePlan], bool] = lambda plan: True,

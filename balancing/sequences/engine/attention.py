@@ -48,7 +48,7 @@ class SequenceAttention:
 
     All layers of a step that follow this plan may share one object.
 
-    plan: of the whole batch.
+    plan: the plan of the whole batch.
     program: this rank's part of the plan, from `compile_rank`.
     process_group: plan.ranks processes, in which this process has rank program.rank; all processes by default. All of
         them must call attention the same number of times in the same order, and must not use the group for anything
@@ -163,7 +163,7 @@ class AttentionCall:
 
     rank_program: the program of this rank.
     transport: carries the program's messages.
-    exchanges: of the program, from `prepare_exchanges`.
+    exchanges: the exchanges of the program, from `prepare_exchanges`.
     statistics: counts the bytes of the messages.
     kernel: computes attention of pieces.
     scale: factor of the scores.
@@ -187,7 +187,7 @@ class AttentionCall:
     ) -> Pending:
         """Start the messages of a transfer group.
 
-        transfer_group: of the program.
+        transfer_group: the transfer group of the program.
         rows: [row, kv_heads, head_size + value_size], of which rows are sent: the workspace of keys and values, sums of
             their gradients, or the buffer of the group.
         dtype: of keys.

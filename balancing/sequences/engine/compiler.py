@@ -139,7 +139,7 @@ def make_program(
 ) -> Program:
     """A program of one rank with given turns of gathering. `compile_rank` makes the one that training runs.
 
-    plan: of the whole batch.
+    plan: the plan of the whole batch.
     rank: in the plan.
     cluster: tells which ranks share a node.
     turn_tokens: least tokens of a turn of gathering, the same on all ranks.

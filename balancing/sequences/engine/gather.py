@@ -51,7 +51,7 @@ class Transfer(NamedTuple):
 class Gathering:
     """The gathered keys of a plan.
 
-    transfers: of all ranks; a copy comes after the transfer that brings its keys to the node.
+    transfers: the transfers of all ranks; a copy comes after the transfer that brings its keys to the node.
     copies: whether any rank sends on keys that it receives. If so, gradients that leave a node are sent a transfer
         group later than gradients that stay in it.
     """

@@ -181,7 +181,7 @@ class Program:
     shards: of the rank, sorted. Row i of the workspace is token i of the shards; rows of other ranks' tokens follow.
     rows: number of rows of the workspace.
     messages: by transfer group.
-    calls: of the kernel, in either pass.
+    calls: number of calls of the kernel, in either pass.
     forward, backward: steps of the two passes.
     chained: transfer groups of gathered keys that ranks send on. Each starts when the group before it has arrived, even
         if the rank is computing. For these groups the steps give only the order of starts.

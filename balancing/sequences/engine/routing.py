@@ -108,7 +108,7 @@ class Slice(NamedTuple):
 class Route:
     """The routing of messages between nodes that start together.
 
-    cluster: of all ranks.
+    cluster: the cluster of all ranks.
     proxies: parts of each message.
     slices: slices of each part, sent one after another.
     seconds: modelled time of the messages that the route was made for.
@@ -169,9 +169,9 @@ def routes(
     """The slices that one rank sends, relays or receives, by transfer group with a route. The groups are the same on
     all ranks.
 
-    plan: of the whole batch.
+    plan: the plan of the whole batch.
     rank: in the plan.
-    cluster: of the plan's ranks.
+    cluster: the cluster of the plan's ranks.
     row_bytes: bytes of one row of a transfer group.
     routing: as in `route`.
     turn_tokens: least tokens of a turn of gathering.
@@ -197,7 +197,7 @@ def route(moved: TokenTraffic, row_bytes: int, cluster: Cluster, routing: Routin
 
     moved: rows of each message. A pair of ranks may occur several times; its rows are one message.
     row_bytes: bytes of one row.
-    cluster: of all ranks.
+    cluster: the cluster of all ranks.
     routing: number of parts of each message, at most one for each NIC and rank of a node. The source itself sends one
         part, proxies with other NICs send the others. "auto": the number that the model expects to be fastest. "off":
         one part.

@@ -129,7 +129,7 @@ class Chain:
 
     starts: for each transfer group, in order, a function that starts its messages.
     in_order: as in `Transport`. If not, a thread of the host starts the groups.
-    stream: of a GPU, for packing, sending and receiving.
+    stream: the stream of a GPU, for packing, sending and receiving.
 
     Call `start` for each group in order, and later `wait`. With a thread the first call of `start` starts the whole
     chain. Otherwise `start` puts its group on the stream. That gives all ranks the same order of transfers on a
@@ -281,7 +281,7 @@ class Transport:
     ) -> Exchange:
         """Prepare a transfer group.
 
-        messages: of this rank.
+        messages: the messages of this rank.
         rows: of the messages, on the device.
         slices: this rank's part in routed messages, from `Route.of`; None if the group has no route on any rank.
         same_node: whether a peer is on this rank's node.

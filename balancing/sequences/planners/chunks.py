@@ -93,7 +93,7 @@ def _distributions(problem: Problem) -> list[_Nodes]:
 def _over_ranks(nodes: Iterable[list[Piece]], problem: Problem, extra: Sequence[float] | None = None) -> list[Shard]:
     """The layout with the pieces of each node distributed over its ranks, so that area and `extra` are equal.
 
-    extra: of each rank, query-key pairs that cost as much as what a rank computes besides its area.
+    extra: extra work of each rank, query-key pairs that cost as much as what a rank computes besides its area.
     """
     quotas, shards = problem.quotas, []
     for ranks, pieces in zip(_node_ranks(problem), nodes, strict=True):
@@ -210,7 +210,7 @@ class _Crossing:
 
     received, sent: tokens of each node. both: their sum, of keys and gradients in backward.
     sent_of: [node], sequence -> tokens that the node sends.
-    holders: of each sequence on several nodes, (start, stop, node) by position.
+    holders: the holders of each sequence on several nodes, (start, stop, node) by position.
     last: of these sequences, node -> its last piece.
     """
 

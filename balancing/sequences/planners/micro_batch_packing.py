@@ -46,7 +46,7 @@ def balanced_deal(
 
     costs: int64 [document], not decreasing in tokens.
     tokens: int64 [document].
-    micro_batches: of the step; at most as many as documents.
+    micro_batches: number of micro-batches of the step; at most as many as documents.
     capacity: most tokens of a micro-batch.
     drawn: int64 [document], a deal within the capacity. It is returned if no other deal is found or costs less.
     before: int64 [micro-batch], cost of each micro-batch without documents; 0 by default. A micro-batch that costs more

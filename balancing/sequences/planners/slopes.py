@@ -24,7 +24,7 @@ _FEW = 64  # most micro-batches simulated in a search: with more, the constant p
 def slope_targets(micro_batches: int, step: Callable[[np.ndarray], float], most: float) -> np.ndarray:
     """float64 [micro-batch], target costs with mean 1; all 1 if no slope is quicker.
 
-    micro_batches: of the step.
+    micro_batches: number of micro-batches of the step.
     step: a function from costs, float64 [micro-batch], to seconds of the step. It raises ValueError for a number of
         micro-batches that the schedule does not allow.
     most: the largest target allowed, at least 1.

@@ -66,7 +66,7 @@ def timeline(
     """SVG of one iteration, the number of ranks shown, and whether any bar is lower than its row because work waited.
 
     slowest_rank: is among the ranks shown (`ranks_shown`).
-    name: of the figure, unique in the page.
+    name: name of the figure, unique in the page.
     seconds: least length of the axis, so that several steps can be compared.
     """
     ranks = ranks_shown(one, slowest_rank)

@@ -42,7 +42,7 @@ def layer_event(
     layer: the layer, with the loads of the iteration's micro-batches.
     chunk: its model chunk, whose slots know what was sent.
     plan: the layer's placement and history.
-    planner: of the experts' config.
+    planner: name of the planner, as in the config of experts.
     spent: milliseconds of the layer.
     """
     homes, replicas = layer.num_local_experts, layer.placement.replicas

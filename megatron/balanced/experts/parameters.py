@@ -47,7 +47,7 @@ def is_packed(module: torch.nn.Module) -> bool:
 
 def home_parameters(experts: Any) -> list[list[Any]]:
     """[home expert] -> its parameters. A part of a packed parameter is a leaf in its memory, with its `Row` as `row`.
-    experts: of an MoE layer."""
+    experts: number of experts of an MoE layer."""
     return [[p for _, p in named_parameters(experts, number)] for number in range(experts.num_local_experts)]
 
 

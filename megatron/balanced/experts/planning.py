@@ -44,7 +44,7 @@ __all__ = [
 class Planned(NamedTuple):
     """Result of one planning task.
 
-    tables: of the layer's new placement; None keeps the current one.
+    tables: the tables of the layer's new placement; None keeps the current one.
     drift: total variation between the last two loads.
     seconds: time spent planning.
     """

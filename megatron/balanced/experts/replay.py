@@ -41,7 +41,7 @@ def gather_loads(layers: Sequence[BalancedMoELayer], loads: Sequence[torch.Tenso
     """Loads of all ranks that route together, [layer][micro-batch] -> int [source_rank, expert]. All of them call it.
 
     layers: MoE layers of this rank, at least one.
-    loads: of this rank, [micro-batch] -> int [layer of the model, expert].
+    loads: the loads of this rank, [micro-batch] -> int [layer of the model, expert].
     """
     here = torch.tensor([layer.index for layer in layers])
     mine = torch.stack([load.cpu()[here] for load in loads])  # [micro-batch, layer, expert]

@@ -46,7 +46,7 @@ _TOKENS = 4  # of a trial
 class _Description(NamedTuple):
     """What the experts of a layer must have alike on all ranks.
 
-    name: of the experts' module in the model.
+    name: name of the experts' module in the model.
     parameters: (name, shape, type) of those of an expert.
     trained: whether they train; None if this may differ from expert to expert.
     outputs: that made-up parameters gave, if the experts were tried.

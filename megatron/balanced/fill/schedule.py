@@ -34,7 +34,7 @@ _Passes = Sequence[tuple[str, int]]
 class FilledSchedule:
     """The progress of a schedule, and the weight gradients to compute while it waits.
 
-    passes: of this rank in their order, each ("forward" or "backward", model chunk).
+    passes: the passes of this rank in their order, each ("forward" or "backward", model chunk).
     pieces: int [pass + 1], pieces of weight gradients to compute before each pass and at the end.
     compute: computes the given number of pieces, the oldest first.
     """
@@ -84,7 +84,7 @@ def use_filled_schedule(config: Any, schedule: FilledSchedule | None) -> None:
 class WeightGradientFill(StepCallback):
     """Defers weight gradients and computes them in pipeline bubbles. One on each rank.
 
-    timeout_minutes: of messages between the hosts of a pipeline.
+    timeout_minutes: timeout of messages between the hosts of a pipeline.
     timed: (layer, model chunk) -> a context manager that times weight gradients of the layer.
     """
 

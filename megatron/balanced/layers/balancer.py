@@ -46,7 +46,7 @@ class LayerBalancer(StepCallback):
 
     chunks: the model chunks of this rank, each in `DistributedDataParallel`.
     optimizer: from `get_megatron_optimizer`.
-    scheduler: of the learning rate, with Megatron-LM's `step`.
+    scheduler: scheduler of the learning rate, with Megatron-LM's `step`.
     config: settings such as `interval` and `planner`; None for the defaults.
     layer_spec: virtual stage of a chunk -> the layer spec that the model was built with, in the current layout.
     job: as for `ExpertBalancer`. Only its timeout and `recaptures` are read.

@@ -41,7 +41,7 @@ def change_layers(
     plan: the layers of all chunks after the move.
     models: the chunks of this rank.
     source: builds the layers.
-    inventories: of all ranks.
+    inventories: inventories of all ranks.
     changes: layer -> how it differs from what its spec builds (`Structure`), for each that arrives.
     without_memory: give weights that require gradients one element of memory, until they are placed in a buffer.
 

@@ -69,7 +69,7 @@ def release_event(
 
     iteration: from 0, the one that follows.
     before, plan: the plans before and after.
-    cost: of the layers; None if nothing was measured yet. Stages then count as equal.
+    cost: the cost of the layers; None if nothing was measured yet. Stages then count as equal.
     moved: bytes and times of the move.
     shown: plan -> its string in Megatron-LM's format.
     """

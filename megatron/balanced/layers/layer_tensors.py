@@ -177,7 +177,7 @@ def make_request(
     models: the chunks of this rank, with the layers that they have after the move.
     arrived: the modules among them whose tensors have no content yet.
     ranges: parameter -> elements, start and stop, whose optimizer state this rank keeps after the move.
-    inventories: of all ranks.
+    inventories: inventories of all ranks.
     """
     rank = dist.get_rank()
     scalars = {name: numbers for inventory in inventories for name, numbers in inventory.scalars.items()}
@@ -230,7 +230,7 @@ def transfer(
     shards: the tensors of this rank; empty afterwards.
     inventories, requests: of all ranks.
     process_group: all ranks of the job, connected by an earlier collective.
-    timeout: of each wait.
+    timeout: timeout of each wait.
 
     Returns the bytes that this rank sent to others.
     """

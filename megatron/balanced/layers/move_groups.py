@@ -17,7 +17,7 @@ __all__ = ["MoveGroups"]
 class MoveGroups:
     """Process groups of all ranks of the job, apart from those of training. All ranks call the methods together.
 
-    timeout_minutes: of their collectives.
+    timeout_minutes: timeout of their collectives.
 
     The attribute `tensors` is the group that layers travel in, and `timeout` its timeout.
     """

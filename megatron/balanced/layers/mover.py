@@ -94,7 +94,7 @@ class _Before(NamedTuple):
     hooked: [chunk], whether forward passes overlap with the all-gather of its weights.
     taken: state from the optimizer.
     shards: the tensors of this rank.
-    inventories: of all ranks.
+    inventories: inventories of all ranks.
     """
 
     hooked: list[bool]

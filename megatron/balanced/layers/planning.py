@@ -78,7 +78,7 @@ class LayerPlanner:
     model: its config.
     weight_share: as of `TrainingLoop`.
     listeners: returns the callbacks, some of which hold memory.
-    iterations: of the whole training; None if unknown.
+    iterations: number of iterations of the whole training; None if unknown.
 
     The attribute `costs` is the average of all measurements since layers last changed their cost.
     """

@@ -24,10 +24,10 @@ def _forget(layout: str) -> None:
 class LayerSource:
     """Where layers of one model come from.
 
-    config: of the transformer, shared by all chunks.
+    config: the config of the transformer, shared by all chunks.
     layer_spec: virtual stage of a chunk -> the spec of its layers in the layout of `config`, as for `GPTModel`. Not
         called for hybrid models, whose chunks keep their spec.
-    pattern: of the layers of a hybrid model, in the current layout; None for a GPT model.
+    pattern: the pattern of the layers of a hybrid model, in the current layout; None for a GPT model.
     on_layout: called with the string of each new layout, for checkpoints and logs.
     """
 

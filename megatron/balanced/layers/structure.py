@@ -274,7 +274,7 @@ class Changes:
 def check_end(module: torch.nn.Module, name: str) -> None:
     """Raise ValueError if a loop has changed the final norm or the head, which another stage would build anew.
 
-    name: of the module in the model, for the message.
+    name: name of the module in the model, for the message.
     """
     weights = dict(module.named_parameters())
     hooks = [hook for kind in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")

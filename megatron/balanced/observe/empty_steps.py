@@ -23,7 +23,7 @@ class EmptySteps(StepCallback):
     """Looks for such steps. Only a loss that is NaN takes a collective. The host waits for no device: it looks at a
     step once it has ended, when the next one ends.
 
-    note: of the report, `Observer.note`; None without one.
+    note: adds an event to the report (`Observer.note`); None without one.
     """
 
     def __init__(self, note: Callable[[Callable[[], dict[str, Any] | None]], None] | None) -> None:

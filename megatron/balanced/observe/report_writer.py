@@ -25,7 +25,7 @@ class ReportWriter:
     """Writes the report of a job into `directory`. One on each rank.
 
     is_last: whether this is the last rank. Process groups do not exist yet.
-    timeout: of each exchange.
+    timeout: timeout of each exchange.
     kinds: the kind of each layer by name, for a hybrid model.
     writers: returns the TensorBoard and W&B writers of this rank, None for each that it lacks.
 
@@ -63,7 +63,7 @@ class ReportWriter:
         """Gather this rank's `records`, one for each of `iterations` (from 0), on the last rank and write them there.
         Returns the lines that were measured, there.
 
-        config: of the model; None without records.
+        config: the config of the model; None without records.
 
         All ranks call it together with the same iterations.
         """

@@ -76,7 +76,7 @@ class Step:
 class TimingHooks:
     """Records spans and expert tokens in `step`, the iteration in progress. `step` is None when nothing is measured.
 
-    clock: of the device.
+    clock: the clock of the device.
     counts_tokens: whether to count tokens per expert. Only a report reads them.
     """
 

@@ -85,7 +85,7 @@ class BatchAttention(NamedTuple):
         query [rows, heads, head_size], key [rows, kv_heads, head_size] and value [rows, kv_heads, value_size] may have
         a dimension of 1 after the first. Padding attends to nothing, and nothing attends to it; its output is 0.
 
-        kind: of the layer, an index into `by_kind`.
+        kind: the kind of the layer, an index into `by_kind`.
         softmax_scale, sink: as in `SequenceAttention`; a sink may have more dimensions.
         in_place_of_kv: what is sent in place of key and value; None if these are sent.
         """

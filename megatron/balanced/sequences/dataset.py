@@ -84,7 +84,7 @@ class _Document(NamedTuple):
 class _Drawn(NamedTuple):
     """The samples of a micro-batch or of a step.
 
-    documents: of all samples, in order.
+    documents: the documents of all samples, in order.
     read: index of a sample -> its tensors, if its documents are only known from its tokens.
     size: tokens of all samples, padding included.
     """
@@ -98,7 +98,7 @@ class _Drawn(NamedTuple):
 class PlannedBatch(NamedTuple):
     """The plan of a micro-batch, as it is pickled.
 
-    plan: of its documents.
+    plan: the plan of its documents.
     programs: compiled from the plan for this rank.
     origins, numbers: [document], its origin, and its index among the documents that were drawn together.
     """

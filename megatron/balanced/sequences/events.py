@@ -80,7 +80,7 @@ class StepRecord:
 
     @property
     def digest(self) -> int:
-        """Of all plans of the step, below 2^56."""
+        """Digest of all plans of the step, below 2^56."""
         digests = "".join(batch.plan.digest for batch in self._batches or ()).encode()
         return int.from_bytes(hashlib.sha256(digests).digest()[:7], "little")
 
@@ -122,7 +122,7 @@ def step_event(
     """The event of one step.
 
     iteration: from 0.
-    batches: of the step, in all chunks of the rank.
+    batches: the batches of the step, in all chunks of the rank.
     spent_by_rank: int64 [rank, number], `StepRecord.spent` of each rank that shares micro-batches.
     """
     domain, cluster, shape, kernel, kernel_flops, stage, replica, padded, step = share
@@ -206,7 +206,7 @@ def _upstream_areas(plan: SequencePlan, drawn: list[np.ndarray], padded: bool) -
     """[rank], area if Megatron-LM cut the batch: its micro-batches each on the context-parallel ranks of a
     data-parallel rank, the packed sequence in a zig-zag.
 
-    plan: of the layers; its mask counts.
+    plan: the plan of the layers; its mask counts.
     drawn: lengths of Megatron-LM's micro-batch, by data-parallel rank.
     padded: every document is padded to fit, and cut over all of these ranks, which is balanced.
     """

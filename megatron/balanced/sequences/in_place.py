@@ -119,11 +119,11 @@ class _Pass:
 class _Layer:
     """A layer of self-attention.
 
-    name: of Megatron's module in its chunk.
+    name: name of Megatron's module in its chunk.
     attention: this module.
     chunk: number of its model chunk.
-    latents: of the keys and values of the next call of core attention, if ranks exchange latents.
-    passes: of the schedule in progress, in order.
+    latents: latents of the keys and values of the next call of core attention, if ranks exchange latents.
+    passes: the passes of the schedule in progress, in order.
     """
 
     name: str
@@ -134,7 +134,7 @@ class _Layer:
 
     @property
     def kind(self) -> int:
-        """Of the layer, as in `BatchAttention`."""
+        """Attention of the layer, as in `BatchAttention`."""
         return layer_kind(self.attention.config, self.attention.layer_number)
 
     @property

@@ -49,7 +49,7 @@ def why_alone(attention: Any, model: Any) -> str:
 def not_causal(name: str, mask: AttnMaskType | None, bias: Any) -> str:
     """Why a call of core attention cannot be balanced; "" if it can.
 
-    name: of the layer. mask: of the call; None for that of the layer. bias: that is added to scores, or None.
+    name: name of the layer. mask: of the call; None for that of the layer. bias: that is added to scores, or None.
     """
     wrong = f"the mask {mask.name}" if mask is not None and mask not in _CAUSAL else "" if bias is None else "a bias"
     return wrong and (

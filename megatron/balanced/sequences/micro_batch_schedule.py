@@ -61,10 +61,10 @@ class Step:
 class LeftOutSteps:
     """Which steps leave their tokens where Megatron-LM has them.
 
-    samples: of a step, on all data-parallel ranks.
-    first: sample with which the first step of this run begins.
+    samples: number of samples of a step, on all data-parallel ranks.
+    first: number of the sample with which the first step of this run begins.
     iteration: number of this step.
-    left_out: tells it of an iteration.
+    left_out: iteration -> True if that step runs unbalanced.
     """
 
     samples: int
@@ -73,7 +73,7 @@ class LeftOutSteps:
     left_out: Callable[[int], bool]
 
     def __call__(self, index: int) -> bool:
-        """Whether the step with sample `index` does."""
+        """True if the step with sample `index` runs unbalanced."""
         return self.left_out(self.iteration + (index - self.first) // self.samples)
 
 
@@ -81,12 +81,12 @@ class LeftOutSteps:
 class _OfOneSize:
     """The steps of a run, which have one size.
 
-    micro_batches: of a step.
+    micro_batches: number of micro-batches of a step.
     samples: of a step, on all data-parallel ranks.
     first: sample with which the first step of this run begins.
     cluster: the ranks that share micro-batches.
-    shape: of the model's attention.
-    seconds: of a step, from costs of its micro-batches.
+    shape: shape of the model's attention.
+    seconds: seconds of a step, from costs of its micro-batches.
     """
 
     micro_batches: int

@@ -61,8 +61,8 @@ class Batches:
     one_size: whether every micro-batch must have the same number of rows on each rank.
     tells_samples: whether a router loss needs the sample of each token.
     passes_states: whether layers pass a state from each token of a document to the next.
-    left_out: gives what tells which iterations trials leave out, once a checkpoint is loaded. None if nobody can tell
-        by then.
+    left_out: returns a function, iteration -> True if trials run that step unbalanced, once a checkpoint is loaded.
+        None if that is not known in advance.
     """
 
     job: Job
@@ -82,9 +82,9 @@ class Batches:
 class MovedBatch(NamedTuple):
     """A micro-batch of this rank.
 
-    inputs: of its model chunk, by name.
+    inputs: the inputs of its model chunk, by name.
     packed: parameters of its layers.
-    plan: of its documents.
+    plan: the plan of its documents.
     losses: tells the weight of each row in the loss.
     """
 
@@ -248,7 +248,7 @@ class MovedTokens(Tokens):
     def next_batch(self, data_iterator: Iterator | None, chunk: int) -> MovedBatch:
         """The next micro-batch of this rank.
 
-        data_iterator: of the data loader; None on tensor-parallel ranks without one.
+        data_iterator: iterator over the data loader; None on tensor-parallel ranks without one.
         chunk: number of the model chunk.
         """
         sharing, batches, domain = self.sharing, self._batches, self.sharing.domain
@@ -373,7 +373,7 @@ class ReadStep:
         """All ranks that share micro-batches call it together.
 
         iterators: of the data loader, one for each model chunk; empty on other tensor-parallel ranks than the first.
-        micro_batches: of the step.
+        micro_batches: number of micro-batches of the step.
         shifts: tokens that are predicted beyond the next one.
         tensor_hosts: the tensor-parallel ranks on gloo; None for a single rank.
         unpickled: of the plan of a sample.

@@ -27,7 +27,7 @@ def expect(rows: Sequence[int], config: Any) -> None:
     """Set the shapes of the messages of a training step.
 
     rows: of each micro-batch, on this rank.
-    config: of the model.
+    config: the config of the model.
     """
     config.variable_seq_lengths = True
     rank, ranks = mpu.get_pipeline_model_parallel_rank(), mpu.get_pipeline_model_parallel_world_size()

@@ -25,7 +25,7 @@ class Planner:
     config: settings of sequence balancing.
     cluster: the ranks that share sequences.
     rank: index of this rank among them.
-    shape: of the model's attention.
+    shape: shape of the model's attention.
     cuts_documents: whether Megatron-LM cuts each document over context-parallel ranks, and not the packed row.
     """
 

@@ -34,7 +34,7 @@ class Prediction:
     """The rows of a rank shifted in their documents by 0, 1, ... tokens; 0 where a document has ended.
 
     tokens, labels, positions: int64, each [1, rows].
-    masks: of the loss, each [1, rows].
+    masks: masks of the loss, each [1, rows].
     losses: tokens with a loss, by shift.
     """
 
@@ -122,7 +122,7 @@ def _add_losses(
 ) -> torch.Tensor:
     """Hidden states of the next token [rows, 1, hidden]. Their backward pass adds the gradients of the other losses.
 
-    hidden_states: of all depths, one after another, [(1 + depths) x rows, 1, hidden].
+    hidden_states: outputs of all depths, one after another, [(1 + depths) x rows, 1, hidden].
     The other arguments are those of Megatron-LM's `process_mtp_loss`.
     """
     hidden_states, *ahead = hidden_states.chunk(1 + config.mtp_num_layers)

@@ -44,9 +44,9 @@ class Sharing:
     cluster: the same; its speeds are for plans.
     config: settings.
     model: its config.
-    shape: of the model's attention.
+    shape: shape of the model's attention.
     kernel: of attention.
-    record: of the step in progress.
+    record: the record of the step in progress.
     """
 
     domain: Domain
@@ -76,7 +76,7 @@ class Sharing:
 
         config, model, shape: as above. Data-parallel ranks share micro-batches unless config.domain is "context".
         machine: the cluster of the job; None for defaults.
-        timeout_minutes: of new process groups.
+        timeout_minutes: timeout of new process groups.
         timed: whether someone reads the times of messages and of calls of the kernel.
         had_kernel: the name of the kernel of attention that a resumed run had.
 

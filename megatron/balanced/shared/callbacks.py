@@ -35,10 +35,10 @@ class StepCallback:
 
     run: the run (`megatron.balanced.run.Run`), from `attach` on. It has the optimizer, for instance.
     report: adds an event (`balancing.report.event`) to the report of the step in progress, if there is a report.
-    trial_name: of a balancer: what it is called in trials (`balancing.trials`), if a step can leave it out without
-        changing a number. Such a step calls `skip_step` of it, and nothing else.
-    follows_data: of a balancer: whether the schedule needs it in those steps as well, since the data loader has made
-        their batches in its terms. `begin_schedule` and `end_schedule` are then called.
+    trial_name: name in trials (`balancing.trials`) of a balancer that a step can leave out without changing a number.
+        Such a step calls its `skip_step`, and nothing else. None for others.
+    follows_data: whether the schedule needs the balancer in those steps as well, since the data loader has made their
+        batches in its terms. `begin_schedule` and `end_schedule` are then called.
     """
 
     run: Any = None
@@ -55,13 +55,13 @@ class StepCallback:
         """Before iteration `iteration` (from 0). `config` is the model's config, which the schedule reads."""
 
     def between_steps(self, step: int) -> None:
-        """Of a balancer: the optimizer has stepped, and step `step` (from 0) begins. Layers may move here."""
+        """For balancers. The optimizer has stepped, and step `step` (from 0) begins. Layers may move here."""
 
     def adopt_plans(self) -> None:
-        """Of a balancer: take the plans that were made since the last step, and compare them over ranks."""
+        """For balancers. Take the plans that were made since the last step, and compare them over ranks."""
 
     def skip_step(self) -> None:
-        """Of a balancer: the step runs without it."""
+        """For balancers. The step runs without this one."""
 
     def set_aside(self) -> None:
         """The step in progress runs otherwise than the others. Nothing should be learned from what it takes."""

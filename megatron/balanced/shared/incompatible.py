@@ -93,7 +93,7 @@ class Incompatible:
     features: what they are incompatible with.
     why: a clause for the user; "it" is the flag.
     instead: the way out.
-    beside: name of another flag -> the values of it with which the row counts; it counts if all have such values.
+    only_with: name of another flag -> the values of it with which the row counts; it counts if all have such values.
     where: TRAINER or LOOPS if the row counts only there; TRAINER also for a flag that is no config field.
     """
 
@@ -102,12 +102,12 @@ class Incompatible:
     features: tuple[str, ...]
     why: str
     instead: str = "drop it"
-    beside: Mapping[str, Values] = field(default_factory=dict)
+    only_with: Mapping[str, Values] = field(default_factory=dict)
     where: str | None = None
 
     def refuses(self, given: Mapping[str, object]) -> bool:
         """Whether `given` has values that do not work. given: values by their names among the arguments."""
-        pairs = {self.flag: self.values, **self.beside}
+        pairs = {self.flag: self.values, **self.only_with}
         return all(_named(given.get(name)) in values for name, values in pairs.items())
 
     @property
@@ -176,7 +176,7 @@ def shown(name: str, value: object) -> str:
 
 
 def _named(value: object) -> object:
-    """Of an enumeration, the name that users give."""
+    """The name that users give to a member of an enumeration."""
     return value.name if isinstance(value, Enum) else value
 
 
@@ -292,9 +292,9 @@ INCOMPATIBLE: tuple[Incompatible, ...] = (
     Incompatible("mlp_chunks_for_training", other_than(1), (SEQUENCES,),
                  "the tokens of a micro-batch then pass through the routers in several parts", "use 1",
                  {"num_experts": ON}),
-    Incompatible("moe_z_loss_coeff", ON, (SEQUENCES,), _PADDING, beside={"sft": ON, "num_experts": ON}),
-    Incompatible("moe_aux_loss_coeff", ON, (SEQUENCES,), _PADDING, beside={"sft": ON, "num_experts": ON}),
-    Incompatible("moe_router_enable_expert_bias", ON, (SEQUENCES,), _PADDING, beside={"sft": ON, "num_experts": ON}),
+    Incompatible("moe_z_loss_coeff", ON, (SEQUENCES,), _PADDING, only_with={"sft": ON, "num_experts": ON}),
+    Incompatible("moe_aux_loss_coeff", ON, (SEQUENCES,), _PADDING, only_with={"sft": ON, "num_experts": ON}),
+    Incompatible("moe_router_enable_expert_bias", ON, (SEQUENCES,), _PADDING, only_with={"sft": ON, "num_experts": ON}),
     Incompatible("moe_router_load_balancing_type", one_of("sinkhorn"), (SEQUENCES,),
                  "it routes a token by the others on its rank", "use aux_loss", {"num_experts": ON}),
     Incompatible("moe_router_load_balancing_type", one_of("quantile_balancing"),

@@ -11,7 +11,7 @@ class Job:
 
     seq_length: tokens of a sample.
     micro_batch_size: samples of a micro-batch.
-    timeout_minutes: of collectives.
+    timeout_minutes: timeout of collectives.
     recaptures: whether the loop captures CUDA graphs again after a plan has changed.
     """
 

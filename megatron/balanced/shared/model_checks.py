@@ -32,7 +32,7 @@ def check_model(
     """Raise ValueError if a balancer of class `kind` does not support the model chunks. The message is one line, with
     the way out.
 
-    optimizer: of the model, if the balancer needs it.
+    optimizer: the optimizer of the model, if the balancer needs it.
     recaptures: as in `Job`.
     wrapped: whether the chunks must be in `DistributedDataParallel`. Megatron-LM does not wrap a model that it only
         validates.

@@ -68,7 +68,7 @@ class ParameterState:
 class Part(NamedTuple):
     """The part of a parameter that this rank's optimizer steps.
 
-    parameter: of the model.
+    parameter: a parameter of the model.
     main: the tensor that torch's `optimizer` updates instead of the parameter. It is a view of the parameter if
         Transformer Engine keeps main parameters as state.
     start, stop: the elements of the flat parameter that `main` covers.
@@ -158,7 +158,7 @@ def state_bytes(
     Adam keeps two moments. Muon keeps one for each matrix except the embedding and the head. If weights have fewer bits
     than float32, there is also a main parameter. A distributed optimizer shards all of these over data-parallel ranks.
 
-    config: of the optimizer; it may set other types than float32.
+    config: the config of the optimizer; it may set other types than float32.
     """
     moments = 1 if is_matrix and config is not None and config.optimizer == "muon" else 2
     whole = moments * max(dtype.itemsize, 4) + (4 if dtype.itemsize < 4 else 0)

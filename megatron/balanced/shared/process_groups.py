@@ -47,7 +47,7 @@ class SocketLimitError(ValueError):
 def cluster_of(ranks: list[int], cluster: Cluster | None) -> Cluster:
     """The part of `cluster` that a group of global `ranks` runs on, with ranks numbered within the group.
 
-    cluster: of the whole job. None: the launcher tells which ranks share a node, and speeds are those of
+    cluster: the cluster of the whole job. None: the launcher tells which ranks share a node, and speeds are those of
         `default_machine`.
     """
     per_node = detect_launch().ranks_per_node if cluster is None else cluster.ranks_per_node
@@ -68,7 +68,7 @@ def duplicate_group(group: dist.ProcessGroup, timeout_minutes: float, *, on_host
     """A new process group with the ranks of `group`, so that messages of the two do not mix. All ranks of the job call
     it together.
 
-    timeout_minutes: of the new group.
+    timeout_minutes: timeout of the new group.
     on_host: use gloo, for small messages that hosts exchange without waiting for their devices. Otherwise the new group
         has the NCCL options of `group`.
 

@@ -279,7 +279,7 @@ def forward_step(
 ) -> tuple[Any, Callable]:
     """Run the forward pass of one micro-batch. Returns the output tensor and the loss function, as schedules expect.
 
-    data_iterator: of this rank; None on ranks without data.
+    data_iterator: the data iterator of this rank; None on ranks without data.
     model: the model chunk.
     return_schedule_plan: return Megatron-LM's plan of the forward and backward pass instead of the output tensor. The
         schedule then runs the plan in parts (`--overlap-moe-expert-parallel-comm`).

@@ -160,7 +160,7 @@ def _watches_steps(args: argparse.Namespace, config: BalanceConfig) -> bool:
 
 
 def masks_losses(args: argparse.Namespace) -> bool:
-    """Whether no token of a step may have a loss, which `observe.empty_steps` then tells."""
+    """True if every token of a step can be masked (`observe.empty_steps` warns of it)."""
     return bool(args.sft or args.eod_mask_loss)
 
 

@@ -50,7 +50,7 @@ def get_embedding_ranks(args: argparse.Namespace, config: Any) -> Callable[[list
     """For `pretrain`: from the ranks of a pipeline to those that hold the embedding. These are the first one, those of
     multi-token prediction, and the last one if the head shares its weights. None for Megatron-LM's own choice.
 
-    config: of the model.
+    config: the config of the model.
     """
     from megatron.core.transformer.multi_token_prediction import get_mtp_ranks
 

@@ -68,7 +68,7 @@ def train(
     args: Megatron-LM's arguments; `parse_arguments` makes them and `config`.
     config: this package's flags.
     callbacks: the caller's own. Their steps begin after those of all features, and end before them.
-    extension: of the model, the same as in `parse_arguments`.
+    extension: the extension of the model, the same as in `parse_arguments`.
     """
     extension = extension or ModelExtension()
     run = Run(extension.callbacks(args), callbacks)  # train_step is patched if there are any

@@ -40,7 +40,7 @@ class StepTrials(StepCallback):
 
     of: the run. Its balancers with a `trial_name` take part.
     config: settings.
-    steps: of the run; None if unknown.
+    steps: number of steps of the run; None if unknown.
     first: gives the first iteration of the run, once the balancers are there. None: that of the first step.
     delays: steps from a decision until it takes effect, by `trial_name`.
     moves: whether layers may move.
