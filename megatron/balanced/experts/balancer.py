@@ -7,7 +7,6 @@ the step. It allocates the slots when the model is complete and places replicas 
 reduction of a home expert's gradient until the gradients of its replicas have been added.
 """
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -16,7 +15,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import mpu
-from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from megatron.core.utils import get_model_config, unwrap_model
 
 from balancing.cluster import Cluster
@@ -27,7 +25,6 @@ from megatron.balanced.cpu.device import is_cpu
 from megatron.balanced.experts.events import LayerMilliseconds, layer_event
 from megatron.balanced.experts.exchange import balance_layer, moe_layers, restore_layers
 from megatron.balanced.experts.gradients import ExpertChunk
-from megatron.balanced.experts.graphs import captures_iterations, check_kernels, graph_of_iterations
 from megatron.balanced.experts.moe_layer import BalancedMoELayer, place_layers
 from megatron.balanced.experts.parameters import home_parameters
 from megatron.balanced.experts.planning import (
@@ -74,6 +71,8 @@ class ExpertBalancer(StepCallback):
     slots do not fit into the memory of some rank.
     """
 
+    trial_name = "experts"
+
     def __init__(
         self,
         chunks: Sequence[torch.nn.Module],
@@ -93,19 +92,14 @@ class ExpertBalancer(StepCallback):
         self._plans: dict[BalancedMoELayer, LayerPlan] = {}  # of the layers on this rank
         self._known: list[torch.Tensor] | None = None  # loads of the next schedule, if `will_route` got them
         self._finalize: Callable | None = None
-        self._first = 0  # the first iteration of the run
-        self._graph: FullCudaGraphWrapper | None = None  # of whole iterations
         self._chunk_at: dict[int, ExpertChunk] = {}  # position of a model chunk with experts -> its slots
         minutes = self._job.timeout_minutes
-        self._captures = captures_iterations(self._model_config)  # one graph holds all passes of an iteration
         self._process_group = duplicate_group(mpu.get_expert_model_parallel_group(), minutes)
         self._hosts = duplicate_group(mpu.get_expert_model_parallel_group(), minutes, on_host=True)  # the same on gloo
         self._cluster = cluster_of(dist.get_process_group_ranks(self._process_group), self._machine)
         self._layers_of_chunks = self._exchange()
         self._shared = self._agree_on_mode([layers for layers in self._layers_of_chunks if layers])
-        planned = self.config
-        if self._captures:  # then loads are only submitted when a plan is due
-            planned = dataclasses.replace(planned, plan_interval=1)
+        planned = self._planner_config()
         self._planner = ReplicaPlanner(
             self._job, self._model_config, planned, self._machine, self._cluster, self._shared
         )
@@ -114,8 +108,6 @@ class ExpertBalancer(StepCallback):
                 ddp.start_grad_sync = self._after_backward(position, ddp.start_grad_sync)
         self._use_grad_sync()
         self._allocate(arrived=False)
-        if self._captures:
-            check_kernels(self._layers())
         self._use_replicas(False)
         mark_model("ExpertBalancer", chunks)
 
@@ -133,10 +125,9 @@ class ExpertBalancer(StepCallback):
             raise ValueError("no MoE layer of the model is megatron.core's own MoELayer; drop the ExpertBalancer")
         return [[balance_layer(layer, self.config.replica_slots) for layer in layers.values()] for layers in plain]
 
-    @property
-    def trial_name(self) -> str | None:  # type: ignore[override]
-        """A graph of whole iterations would be captured anew for each step without replicas."""
-        return None if self._captures else "experts"
+    def _planner_config(self) -> ExpertConfig:
+        """Settings of the planner."""
+        return self.config
 
     def release(self) -> None:
         """Free the memory of replica slots until `restore`, for an offload or a rollout. All ranks call it together."""
@@ -319,8 +310,6 @@ class ExpertBalancer(StepCallback):
     def begin_step(self, iteration: int, config: Any) -> None:
         self._use_replicas(True)
         self._iteration, self._model_config = iteration, config
-        if self._captures:
-            self._capture_anew()
 
     def skip_step(self) -> None:
         self._end_abandoned()
@@ -344,22 +333,6 @@ class ExpertBalancer(StepCallback):
         for slots in chunks:
             slots.end_abandoned()
 
-    def _capture_anew(self) -> None:
-        """Drop the graph of the iteration if a placement has changed on any rank, since all ranks capture together."""
-        if self._graph is None:
-            self._first = self._iteration
-            self._graph = graph_of_iterations(self.run.schedule, self._begin_run)
-        elif self._is_due(self._iteration - 1):
-            changed = any(layer.placement != self._plans[layer].placed for layer in self._layers())
-            anywhere = torch.tensor([changed], dtype=torch.int32, device=torch.cuda.current_device())
-            dist.all_reduce(anywhere, op=dist.ReduceOp.MAX)
-            if anywhere.item():
-                self._graph.reset_cuda_graph("training")
-
-    def _is_due(self, iteration: int) -> bool:
-        """Whether replicas are placed after `iteration`, if iterations are captured."""
-        return iteration == self._first or (iteration + 1) % self.config.plan_interval == 0
-
     def begin_schedule(self) -> None:
         self._place_known()
         tables = {}
@@ -370,17 +343,12 @@ class ExpertBalancer(StepCallback):
             if layer.placement != plan.placed:
                 tables[layer] = plan.tables
         place_layers(tables)
-        if not self._captures:
-            self._begin_run()
+        self._begin_passes()
         self._finalize = self._model_config.finalize_model_grads_func
         self._model_config.finalize_model_grads_func = self._finalize_gradients
 
-    def _begin_run(self) -> None:
-        """Before the passes of an iteration. Transfers that start here are captured in a graph of the iteration."""
-        for ddp in self.chunks:
-            if self._captures and ddp.ddp_config.overlap_param_gather:
-                # A validation or a save has gathered parameters already; each replay must gather them.
-                ddp.reset_param_sync_dispatch_state()
+    def _begin_passes(self) -> None:
+        """Before the passes of an iteration: start the transfers of replicas."""
         for layer in self._layers():
             layer.forget_passes()
         for chunk in self._chunk_at.values():
@@ -413,11 +381,6 @@ class ExpertBalancer(StepCallback):
 
     def end_schedule(self) -> None:
         self._model_config.finalize_model_grads_func = self._finalize
-        if self._captures and self._is_due(self._iteration):
-            for chunk in self._chunk_at.values():
-                for layer in chunk.layers:
-                    overlap = self._overlap(chunk, layer)
-                    self._planner.submit(layer, self._plans[layer], layer.loads, self._iteration + 1, overlap)
 
     def abandon_schedule(self) -> None:
         self._use_replicas(False)
@@ -464,8 +427,8 @@ class ExpertBalancer(StepCallback):
 
     def _submit(self, chunk: ExpertChunk, layer: BalancedMoELayer, load: Any) -> None:
         """Plan the next iteration of `layer` if `load`, of the micro-batch that is routed now, is the last of this
-        iteration. Does nothing if iterations are captured."""
-        if layer.frozen or self._captures:
+        iteration."""
+        if layer.frozen:
             return
         if len(layer.loads) + 1 == get_num_microbatches():
             overlap = self._overlap(chunk, layer)

@@ -8,6 +8,7 @@ from functools import partial, wraps
 from typing import Any
 
 from megatron.core.enums import ModelType
+from megatron.core.utils import get_model_config
 from megatron.training import pretrain
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
@@ -21,6 +22,8 @@ from balancing.pipeline.pattern import read_pattern
 from balancing.run_lock import one_run
 from balancing.settings import SettingError
 from megatron.balanced.experts.balancer import ExpertBalancer, ReplicaMemoryError
+from megatron.balanced.experts.captured import CapturedExpertBalancer
+from megatron.balanced.experts.graphs import captures_iterations
 from megatron.balanced.fill.schedule import WeightGradientFill
 from megatron.balanced.observe.empty_steps import EmptySteps
 from megatron.balanced.observe.observer import Observer
@@ -163,7 +166,9 @@ def _add_features(
 
 def _experts(config: ExpertConfig, run: Run) -> ExpertBalancer:
     reserved = sum(callback.held().buffers for callback in run.callbacks)
-    return ExpertBalancer(run.chunks, config, job=run.job, cluster=run.cluster, report=run.report, reserved=reserved)
+    captures = captures_iterations(get_model_config(run.chunks[0]))
+    kind = CapturedExpertBalancer if captures else ExpertBalancer
+    return kind(run.chunks, config, job=run.job, cluster=run.cluster, report=run.report, reserved=reserved)
 
 
 def _sequences(

@@ -1,0 +1,72 @@
+"""Replicas of experts where one CUDA graph holds all passes of an iteration (`megatron.balanced.experts.graphs`)."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from balancing.experts.config import ExpertConfig
+from megatron.balanced.experts.balancer import ExpertBalancer
+from megatron.balanced.experts.gradients import ExpertChunk
+from megatron.balanced.experts.graphs import check_kernels, graph_of_iterations
+from megatron.balanced.experts.moe_layer import BalancedMoELayer
+
+__all__ = ["CapturedExpertBalancer"]
+
+
+class CapturedExpertBalancer(ExpertBalancer):
+    """An `ExpertBalancer` whose iterations are captured. Placements change every `plan_interval` iterations, and the
+    graph is then captured anew. Trials do not leave it out: each step without replicas would need a capture."""
+
+    trial_name = None  # type: ignore[assignment]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._first = 0  # the first iteration of the run
+        self._graph: Any = None  # `FullCudaGraphWrapper`
+        check_kernels(self._layers())
+
+    def _planner_config(self) -> ExpertConfig:
+        """Loads are only submitted when a plan is due."""
+        return replace(self.config, plan_interval=1)
+
+    def begin_step(self, iteration: int, config: Any) -> None:
+        """Drop the graph if a placement has changed on any rank, since all ranks capture together."""
+        super().begin_step(iteration, config)
+        if self._graph is None:
+            self._first = iteration
+            self._graph = graph_of_iterations(self.run.schedule, self._begin_captured)
+        elif self._is_due(iteration - 1):
+            changed = any(layer.placement != self._plans[layer].placed for layer in self._layers())
+            anywhere = torch.tensor([changed], dtype=torch.int32, device=torch.cuda.current_device())
+            dist.all_reduce(anywhere, op=dist.ReduceOp.MAX)
+            if anywhere.item():
+                self._graph.reset_cuda_graph("training")
+
+    def _is_due(self, iteration: int) -> bool:
+        """Whether replicas are placed after `iteration`."""
+        return iteration == self._first or (iteration + 1) % self.config.plan_interval == 0
+
+    def _begin_passes(self) -> None:
+        """Nothing: the graph begins them."""
+
+    def _begin_captured(self) -> None:
+        """Before the passes of an iteration that is captured or runs without a graph. Transfers that start here are
+        part of the graph."""
+        for ddp in self.chunks:
+            if ddp.ddp_config.overlap_param_gather:
+                # A validation or a save has gathered parameters already; each replay must gather them.
+                ddp.reset_param_sync_dispatch_state()
+        super()._begin_passes()
+
+    def end_schedule(self) -> None:
+        super().end_schedule()
+        if self._is_due(self._iteration):
+            for chunk in self._chunk_at.values():
+                for layer in chunk.layers:
+                    overlap = self._overlap(chunk, layer)
+                    self._planner.submit(layer, self._plans[layer], layer.loads, self._iteration + 1, overlap)
+
+    def _submit(self, chunk: ExpertChunk, layer: BalancedMoELayer, load: Any) -> None:
+        """Nothing: loads are submitted once the schedule has ended."""
