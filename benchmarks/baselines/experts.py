@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from balancing.cluster import Cluster
-from balancing.experts import plan
+from balancing.experts import plan, traffic
 from balancing.experts.placement import ReplicaPlacement
 from benchmarks.baselines.eplb import eplb_slots
 from benchmarks.baselines.shadow import shadow_slots
@@ -21,7 +21,8 @@ def plan_replicas(
 ) -> ReplicaPlacement:
     """As `balancing.experts.plan_replicas`, with "shadow" and "eplb" among the methods.
 
-    These know no schedule: of the options they take `home`, and "shadow" also `shape`; the others change nothing.
+    These know no schedule: of the options they take `home` and `min_gain`, which is 0 unless it is given, and "shadow"
+    also `shape`; the others change nothing.
     """
     if method not in ("shadow", "eplb"):
         return plan.plan_replicas(load, cluster, slots=slots, method=method, **options)
@@ -33,4 +34,6 @@ def plan_replicas(
         placed, split = shadow_slots(counts, none.home, cluster, slots, shape=options.get("shape")), "own"
     else:
         placed, split = eplb_slots(counts, none.home, slots), "even"
-    return ReplicaPlacement(none.home, placed, split, none.ranks_per_node, none.nics_per_node)
+    placement = ReplicaPlacement(none.home, placed, split, none.ranks_per_node, none.nics_per_node)
+    busiest = [traffic(np.rint(counts).astype(np.int64), each).sum(0).max() for each in (placement, none)]
+    return placement if busiest[0] <= (1 - options.get("min_gain", 0.0)) * busiest[1] else none

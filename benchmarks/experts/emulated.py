@@ -37,7 +37,7 @@ from typing import Any
 
 import numpy as np
 
-from balancing.experts import ReplicaPlacement, TransferWindow, contiguous_homes, traffic
+from balancing.experts import TransferWindow
 from balancing.experts.config import ExpertConfig
 from balancing.files import write_text
 from balancing_tools.load_trace import read_load_trace
@@ -149,8 +149,8 @@ def _placements(plan: _Plan, loads: Loads, scale: Scale) -> tuple[np.ndarray, np
     """Slots int [step, layer, rank, slot], seconds of planning [step], and how tokens are split."""
     before = loads.even.before if plan.even else loads.before
     costs: dict[str, Any] = {}
+    gate = {"min_gain": ExpertConfig().min_gain}  # for peers as well
     hidden = scale.attention_seconds if plan.knows == "hidden" else None
-    alone = ReplicaPlacement(contiguous_homes(scale.experts, scale.ranks), np.full((scale.ranks, plan.slots), -1))
     slots, seconds, split = [], [], "level"
     for step in before:
         begin = time.thread_time()
@@ -159,10 +159,9 @@ def _placements(plan: _Plan, loads: Loads, scale: Scale) -> tuple[np.ndarray, np
             if plan.knows != "balance":
                 window = TransferWindow(hidden, not placed, plan.micro_batches or before.shape[3])
                 costs = {"shape": SHAPE, "window": window}
-            each = plan_replicas(load, scale.cluster, slots=plan.slots, method=plan.method, **costs)
+            each = plan_replicas(load, scale.cluster, slots=plan.slots, method=plan.method, **gate, **costs)
             split = each.split if each.replicas else split
-            kept = traffic(load, each).sum(0).max() / traffic(load, alone).sum(0).max()
-            placed.append(each.slot_expert if kept <= 1 - ExpertConfig().min_gain else alone.slot_expert)
+            placed.append(each.slot_expert)
         seconds.append(time.thread_time() - begin)
         slots.append(placed)
     return np.array(slots), np.array(seconds), split
