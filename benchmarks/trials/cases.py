@@ -25,8 +25,9 @@ class Case:
     noisy: whether rank 1 is slow at times.
     slow: iteration that takes ten times as long.
     expected: balancer -> whether it is on at the end.
+    slow_links: how many times as long transfers take as on the links of the preset.
     only_emulated: whether two cores cannot make it. Attention that is uneven needs so many tokens that experts are
-        cheap to send.
+        cheap to send, and links between processes of a machine are quick.
     """
 
     what: str
@@ -37,6 +38,7 @@ class Case:
     dear: frozenset[str] = frozenset()
     noisy: bool = False
     slow: int | None = None
+    slow_links: float = 1.0
     only_emulated: bool = False
 
     def loads_at(self, iteration: int) -> str | None:
@@ -51,6 +53,7 @@ CASES = (
     Case("even loads, dear transfers", 700, {"experts": False}, "even", dear=_EXPERTS),
     Case("uneven loads", 700, {"experts": True}, "uneven"),
     Case("loads that become even, dear transfers", 2200, {"experts": False}, "even later", dear=_EXPERTS),
+    Case("uneven loads, links at a fiftieth", 700, {"experts": False}, "uneven", slow_links=50, only_emulated=True),
     Case("uneven loads, one noisy rank", 700, {"experts": True}, "uneven", noisy=True),
     Case("uneven loads, one step ten times as long", 700, {"experts": True}, "uneven", slow=27),
     Case("uneven loads, even documents", 2200, {"experts": True, "sequences": False}, "uneven", "even",

@@ -62,7 +62,8 @@ class Work:
             found = self._experts(_LOADS[kind]) if name == "experts" else self._sequences(_DOCUMENTS[kind])
             self._known[name, kind] = found
         plain, balanced = self._known[name, kind]
-        return plain if left_out else balanced + (_DEAR if name in self._case.dear else _CHEAP) * _SECONDS
+        transfers = (_DEAR if name in self._case.dear else _CHEAP) * self._case.slow_links
+        return plain if left_out else balanced + transfers * _SECONDS
 
     def _experts(self, load: np.ndarray) -> tuple[float, float]:
         """Without replicas and with them."""
