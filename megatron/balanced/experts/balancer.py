@@ -7,6 +7,7 @@ the step. It allocates the slots when the model is complete and places replicas 
 reduction of a home expert's gradient until the gradients of its replicas have been added.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -83,7 +84,7 @@ class ExpertBalancer(StepCallback):
         report: Callable[[Callable[[], dict[str, Any]]], None] | None = None,
         reserved: float = 0.0,
     ) -> None:
-        self._job = job or _job(chunks)
+        self._job = _with_length(job or Job(), chunks)
         check_model("ExpertBalancer", chunks, recaptures=self._job.recaptures)
         self._model_config = get_model_config(chunks[0])
         self.config = _fitted(config or ExpertConfig(enabled=True), self._model_config)
@@ -447,12 +448,14 @@ class ExpertBalancer(StepCallback):
         return [layer for chunk in self._chunk_at.values() for layer in chunk.layers]
 
 
-def _job(chunks: Sequence[torch.nn.Module]) -> Job:
-    """A run of micro-batches of one sample, the longest that the model takes."""
+def _with_length(job: Job, chunks: Sequence[torch.nn.Module]) -> Job:
+    """`job` with the longest sequence that the model takes, unless it has the length of a sample."""
+    if job.seq_length:
+        return job
     longest = getattr(unwrap_model(chunks)[0], "max_sequence_length", None)
     if longest is None:
         raise ValueError("the model does not tell its longest sequence; pass job=Job(seq_length)")
-    return Job(longest)
+    return dataclasses.replace(job, seq_length=longest)
 
 
 def _fitted(config: ExpertConfig, model: Any) -> ExpertConfig:

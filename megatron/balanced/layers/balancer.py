@@ -78,7 +78,7 @@ class LayerBalancer(StepCallback):
         report: Callable[[Callable[[], dict[str, Any]]], None] | None = None,
         loop: TrainingLoop | None = None,
     ) -> None:
-        facts = job or Job  # the class has the defaults
+        facts = job or Job()
         check_model("LayerBalancer", chunks, optimizer, recaptures=facts.recaptures)
         self._config = config = config or LayerConfig(enabled=True)
         model = get_model_config(chunks[0])

@@ -63,18 +63,18 @@ class SequenceBalancer(StepCallback):
         tokens: Tokens | None = None,
         had_kernel: str | None = None,
     ) -> None:
-        check_model("SequenceBalancer", chunks, recaptures=(job or Job).recaptures, wrapped=tokens is None)
+        facts = job or Job()
+        check_model("SequenceBalancer", chunks, recaptures=facts.recaptures, wrapped=tokens is None)
         self.chunks, self.config = list(chunks), config or SequenceConfig(enabled=True)
         self._report, self._iteration, self._ended = report, 0, 0
         self._spent: list[int] = []  # of the last schedule, as `StepRecord` has it
         self._batches: list[MicroBatch] = []
-        self._sample_rows = 0 if job is None else job.micro_batch_size * job.seq_length
+        self._sample_rows = facts.micro_batch_size * facts.seq_length
         self._tokens: Tokens = AttentionInPlace() if tokens is None else tokens
         model = get_model_config(chunks[0])
         shape = attention_shape(model, getattr(unwrap_model(self.chunks)[0], "hybrid_layer_pattern", None))
-        minutes = (job or Job).timeout_minutes
         options = {"timed": report is not None, "had_kernel": had_kernel}
-        self._sharing = Sharing.connect(self.config, model, shape, cluster, minutes, **options)
+        self._sharing = Sharing.connect(self.config, model, shape, cluster, facts.timeout_minutes, **options)
         self.kernel = self._sharing.kernel
         self._record = self._sharing.record
         self._tokens.attach(self.chunks, self._sharing)

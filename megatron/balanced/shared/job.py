@@ -9,13 +9,13 @@ __all__ = ["Job"]
 class Job:
     """Sizes and timeout of a run.
 
-    seq_length: tokens of a sample.
+    seq_length: tokens of a sample; 0 if not known.
     micro_batch_size: samples of a micro-batch.
     timeout_minutes: timeout of collectives.
     recaptures: whether the loop captures CUDA graphs again after a plan has changed.
     """
 
-    seq_length: int
+    seq_length: int = 0
     micro_batch_size: int = 1
     timeout_minutes: float = 10.0
     recaptures: bool = False
