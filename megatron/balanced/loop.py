@@ -78,7 +78,7 @@ class Balancers:
                 self._before(kwargs)
             config = get_model_config(_first(kwargs["model"]))
             share_loss_scale(config.grad_scale_func)
-            self._run.schedule, self._run.data = forward_backward_func, kwargs["data_iterator"]
+            self._run.schedule, self._run.data = forward_backward_func, kwargs.get("data_iterator")
             with schedule_of(kwargs["num_microbatches"]), self._run.may_fail():
                 result = step(self._run, config, lambda schedule: schedule(*args, **kwargs))
             self._run.iteration += 1
