@@ -223,13 +223,13 @@ def _left_over(argv: list[str], plans: Plans) -> tuple[int, list[str]]:
 
     Plan._build_callable_nodes, mover.change_layers = built, changed
     move_at(plans)
-    decide = balancer.LayerBalancer.decide
+    between_steps = balancer.LayerBalancer.between_steps
 
-    def checked(self: Any, iteration: int) -> None:
+    def checked(self: Any, step: int) -> None:
         left.extend(name for reference, name in seen if reference() is not None)
-        decide(self, iteration)
+        between_steps(self, step)
 
-    balancer.LayerBalancer.decide = checked
+    balancer.LayerBalancer.between_steps = checked
     gc.disable()
     try:
         train_rank(argv, False)

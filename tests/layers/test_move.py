@@ -147,14 +147,14 @@ def _frozen_and_masked(argv: list[str]) -> list[tuple[int, bool, float, bool]]:
 
     found: list[tuple[int, bool, float, bool]] = []
     move_at({1: ((1,), (3,)), 3: ((3,), (1,))})
-    decide = layers.LayerBalancer.decide
+    between_steps = layers.LayerBalancer.between_steps
 
     def first(self: Any, iteration: int) -> None:
         own = [layer for model in self.mover.models() for layer in model.decoder.layers]
         for layer in own if iteration == 1 else []:
             layer.mlp.linear_fc1.bias.requires_grad_(layer.layer_number != 2)
             layer.mlp.register_buffer("mask", torch.full((3,), float(layer.layer_number)), persistent=False)
-        decide(self, iteration)
+        between_steps(self, iteration)
 
     def see(balancer: Any) -> None:
         own = [layer for model in balancer.mover.models() for layer in model.decoder.layers]
@@ -168,7 +168,7 @@ def _frozen_and_masked(argv: list[str]) -> list[tuple[int, bool, float, bool]]:
             for layer in own
         ]
 
-    layers.LayerBalancer.decide = first
+    layers.LayerBalancer.between_steps = first
     at_end_of_step(see)
     train_rank(argv, False)
     return found

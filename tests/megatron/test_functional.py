@@ -140,9 +140,9 @@ def _move_one_layer() -> list[tuple[tuple[int, ...], ...]]:
 
     seen: list[tuple[tuple[int, ...], ...]] = []
 
-    def decide(self: Any, iteration: int) -> None:
-        self.iteration = iteration
-        if iteration != MOVES_AT:
+    def between_steps(self: Any, step: int) -> None:
+        self.iteration = step
+        if step != MOVES_AT:
             return
         before = self.mover.plan
         stages, chunks = len(before.chunks), len(before.chunks[0])
@@ -155,7 +155,7 @@ def _move_one_layer() -> list[tuple[tuple[int, ...], ...]]:
         self.move_to(StagePlan.from_counts(after))
         seen.extend([tuple(tuple(map(len, stage)) for stage in before.chunks), after])
 
-    layers.LayerBalancer.decide = decide
+    layers.LayerBalancer.between_steps = between_steps
     return seen
 
 
