@@ -44,9 +44,9 @@ def with_measured_links(cluster: Cluster, device: torch.device) -> tuple[Cluster
     call it together, while a model fills the memory."""
     speeds: dict[str, Any] = measure_links(cluster.ranks_per_node, device, _IN_A_JOB)
     names = {"intra_node_bandwidth": "in a node", "nic_bandwidth": "between nodes"}
-    told = [f"{speeds[name] / 1e9:.3g} GB/s {where}" for name, where in names.items() if name in speeds]
+    told = [f"{speeds[name] / 1e9:,.2f} GB/s {where}" for name, where in names.items() if name in speeds]
     if "message_seconds" in speeds:
-        told.append(f"{speeds['message_seconds'] * 1e6:.3g} us a message")
+        told.append(f"{speeds['message_seconds'] * 1e6:,.0f} us a message")
     if "nic_bandwidth" in speeds and dist.get_backend() == "nccl":
         speeds["nic_bandwidth"] /= len(cluster.nics(0))
     return replace(cluster, **speeds), ", ".join(told)

@@ -39,7 +39,7 @@ def test_experts_are_planned_by_measured_rates_from_the_middle_of_a_run(pool, tm
     assert_close(join([run for run, _ in runs]), train(pool, 2, EP2, base=BASE, parameters=True))
     lines = [line for line in runs[0][1].splitlines() if "--cluster auto" in line]
     assert len(lines) == 1 and "from now on: measured experts" in lines[0]
-    assert re.search(r" calls; links measured: [\d.]+ GB/s in a node, [\d.]+ us a message$", lines[0])
+    assert re.search(r" calls; links measured: [\d.,]+ GB/s in a node, [\d,]+ us a message$", lines[0])
     assert "--cluster auto" not in runs[1][1], "one rank says so"
     assert _kinds(tmp_path) == {("experts", "forward")}
     assert all(line["iteration"] > 2 for line in measured_lines(tmp_path)), "the first steps are not measured"
