@@ -42,6 +42,8 @@ class Balancers:
         for nothing. A loop whose micro-batches hold replayed routing calls `will_route` here.
     trials: leave balancers out of single schedules, to say by the clock what they gain and to switch off what does not
         pay (`balancing.trials`). None: no trials.
+
+    `run` has the balancers and what the loop passes to them.
     """
 
     def __init__(
@@ -55,7 +57,7 @@ class Balancers:
             raise ValueError(f"{kinds[0].__name__} is given twice; a model has one balancer of a kind")
         self._before = before
         moving = [balancer for balancer in balancers if isinstance(balancer, LayerBalancer)]
-        self._run = run = Run(first=[balancer.observer for balancer in moving])
+        self.run = run = Run(first=[balancer.observer for balancer in moving])
         self._trials = None if trials is None else StepTrials(run, trials, moves=bool(moving))
         run.first += [] if self._trials is None else [self._trials]
         for chunk in (chunks := [chunk for balancer in balancers for chunk in getattr(balancer, "chunks", ())]):
@@ -78,10 +80,10 @@ class Balancers:
                 self._before(kwargs)
             config = get_model_config(_first(kwargs["model"]))
             share_loss_scale(config.grad_scale_func)
-            self._run.schedule, self._run.data = forward_backward_func, kwargs.get("data_iterator")
-            with schedule_of(kwargs["num_microbatches"]), self._run.may_fail():
-                result = step(self._run, config, lambda schedule: schedule(*args, **kwargs))
-            self._run.iteration += 1
+            self.run.schedule, self.run.data = forward_backward_func, kwargs.get("data_iterator")
+            with schedule_of(kwargs["num_microbatches"]), self.run.may_fail():
+                result = step(self.run, config, lambda schedule: schedule(*args, **kwargs))
+            self.run.iteration += 1
             return result
 
         return run
@@ -89,7 +91,7 @@ class Balancers:
     def after_step(self) -> None:
         """Call this after each optimizer step if layers are balanced. They may move when the next schedule begins."""
         self._steps += 1
-        self._run.next_step = self._steps
+        self.run.next_step = self._steps
 
     def install(self) -> None:
         """Wrap the schedules inside `megatron.core`, for a loop whose code you cannot edit. Call it before the loop
@@ -102,17 +104,17 @@ class Balancers:
 
     def will_route(self, loads: Sequence[Any]) -> None:
         """Announce the routing of the next training schedule, as `ExpertBalancer.will_route` does."""
-        self._run.will_route(loads)
+        self.run.will_route(loads)
 
     def release(self) -> None:
         """Free the memory of replica slots until `restore`, for example for a rollout. All ranks call it together."""
-        for balancer in self._run.balancers:
+        for balancer in self.run.balancers:
             if isinstance(balancer, ExpertBalancer):
                 balancer.release()
 
     def restore(self) -> None:
         """Allocate the slots again. All ranks call it together."""
-        for balancer in self._run.balancers:
+        for balancer in self.run.balancers:
             if isinstance(balancer, ExpertBalancer):
                 balancer.restore()
 
@@ -125,7 +127,7 @@ class Balancers:
         """Undo `install` and free the balancers' memory. The model is plain from now on."""
         while self._installed:
             setattr(schedules, *self._installed.pop())
-        for balancer in self._run.balancers:
+        for balancer in self.run.balancers:
             if isinstance(balancer, ExpertBalancer | SequenceBalancer | LayerBalancer):
                 balancer.close()
             unmark_model(type(balancer).__name__, getattr(balancer, "chunks", ()))

@@ -40,7 +40,7 @@ def _variables(command: str, *names: str) -> list[str]:
 
 
 def _names(balancers: Any) -> list[str]:
-    return [type(each).__name__ for each in balancers._balancers]
+    return [type(each).__name__ for each in balancers.run.balancers]
 
 
 def _plain() -> tuple[int, str]:
