@@ -149,12 +149,12 @@ def _frozen_and_masked(argv: list[str]) -> list[tuple[int, bool, float, bool]]:
     move_at({1: ((1,), (3,)), 3: ((3,), (1,))})
     between_steps = layers.LayerBalancer.between_steps
 
-    def first(self: Any, iteration: int) -> None:
+    def first(self: Any, step: int) -> None:
         own = [layer for model in self.mover.models() for layer in model.decoder.layers]
-        for layer in own if iteration == 1 else []:
+        for layer in own if step == 1 else []:
             layer.mlp.linear_fc1.bias.requires_grad_(layer.layer_number != 2)
             layer.mlp.register_buffer("mask", torch.full((3,), float(layer.layer_number)), persistent=False)
-        between_steps(self, iteration)
+        between_steps(self, step)
 
     def see(balancer: Any) -> None:
         own = [layer for model in balancer.mover.models() for layer in model.decoder.layers]

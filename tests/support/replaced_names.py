@@ -273,6 +273,18 @@ def _assigned(node: ast.AST) -> Iterator[tuple[ast.expr, str | None, ast.expr]]:
             yield owner, None, value
 
 
+def _may_have(owner: "Module | Found", name: str) -> bool:
+    """False if neither a module, nor a class or one that it is made from, has anything of this name."""
+    if isinstance(owner, Module):
+        return re.search(rf"\b{name}\b", owner.text) is not None
+    if not isinstance(owner.node, ast.ClassDef):
+        return True
+    if re.search(rf"\bdef {name}\b|\.{name}\b|^ +{name} *[:=]", owner.module.text, re.M):
+        return True
+    bases = [resolve(base, (owner.module.tree,), owner.module) for base in owner.node.bases]
+    return any(base is None or _may_have(base, name) for base in bases)
+
+
 def replacements(file: Path) -> Iterator[Replacement]:
     """Those of functions and classes, in one file."""
     dotted, text = ".".join(file.relative_to(REPOSITORY).with_suffix("").parts), file.read_text(encoding="utf-8")
@@ -289,7 +301,7 @@ def replacements(file: Path) -> Iterator[Replacement]:
             if name is None:
                 if not isinstance(value, ast.Constant):
                     yield Replacement(where, f"{own}.*", None, None)
-            elif isinstance(of, Module) and not re.search(rf"\b{name}\b", of.text):
+            elif not _may_have(of, name) and (isinstance(of, Module) or resolve(value, scopes, module) is not None):
                 yield Replacement(where, f"{own}.{name}, which is not there", None, None)
             elif isinstance(value, ast.Constant):
                 continue  # which is not called

@@ -125,6 +125,7 @@ def test_replacements_are_found_in_any_form(tmp_path, monkeypatch):
         "    planner._NUMBER = 3\n"
         "    planner._number = named\n"
         "    planner.plan_sequences = None\n"
+        "    Pending.gone = planned\n"
     )
     found = {(int(each.where.partition(":")[2]), each.target.rpartition(".")[2]): _wrong(each)[:30]
              for each in replacements(path)}  # fmt: skip
@@ -137,4 +138,5 @@ def test_replacements_are_found_in_any_form(tmp_path, monkeypatch):
         (14, "*"): "its signature is known in the ",
         (15, "_NUMBER, which is not there"): "its signature is known in the ",
         (16, "_number, which is not there"): "its signature is known in the ",
+        (18, "gone, which is not there"): "its signature is known in the ",
     }
