@@ -301,7 +301,7 @@ def replacements(file: Path) -> Iterator[Replacement]:
             if name is None:
                 if not isinstance(value, ast.Constant):
                     yield Replacement(where, f"{own}.*", None, None)
-            elif not _may_have(of, name) and (isinstance(of, Module) or resolve(value, scopes, module) is not None):
+            elif not _may_have(of, name) and (isinstance(of, Module) or signature(resolve(value, scopes, module))):
                 yield Replacement(where, f"{own}.{name}, which is not there", None, None)
             elif isinstance(value, ast.Constant):
                 continue  # which is not called
