@@ -22,7 +22,6 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -248,7 +247,7 @@ def measure(device: torch.device) -> tuple[Cluster, dict[str, str]]:
     rate, product = matmul_rate(device)
     rates = gather_values(rate)
     speeds: dict[str, Any] = {"intra_node_bandwidth": math.inf, "nic_bandwidth": math.inf}
-    speeds |= measure_links(per_node, device)
+    speeds |= measure_links(per_node, ranks[0].nics_per_node, device)
     if device.type == "cuda":
         launch, host = launch_latency(device)
         speeds |= {"launch_seconds": max(gather_values(launch)), "host_seconds": max(gather_values(host))}
@@ -263,8 +262,6 @@ def measure(device: torch.device) -> tuple[Cluster, dict[str, str]]:
     )
     spread = f"slowest rank {_quantity(min(rates), 'FLOP/s')}, fastest {_quantity(max(rates), 'FLOP/s')}"
     backend = dist.get_backend() if dist.is_initialized() else "none"
-    if cluster.nic_bandwidth < math.inf and backend == "nccl":
-        cluster = replace(cluster, nic_bandwidth=cluster.nic_bandwidth / len(cluster.nics(0)))
     measured = sorted(name for name in speeds if name.endswith("_seconds"))
     return cluster, {
         "device": name,

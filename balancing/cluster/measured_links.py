@@ -19,13 +19,16 @@ _LONG_ENOUGH = 0.1  # seconds of one transfer: far above latency, and longer tha
 _IN_A_JOB = 2**26  # most bytes of a message where a model fills the memory
 
 
-def measure_links(per_node: int, device: torch.device, most_bytes: int | None = None) -> dict[str, Any]:
+def measure_links(
+    per_node: int, nics_per_node: int, device: torch.device, most_bytes: int | None = None
+) -> dict[str, Any]:
     """Speeds of the links of a job, as fields of `Cluster`, without those that its ranks cannot measure.
 
     All ranks of the default process group call this, and all return the same. One pair sends while the others are idle.
     Gloo sends through one NIC of a rank; NCCL spreads a transfer over all of them.
 
     per_node: ranks on each node, numbered in order.
+    nics_per_node: NICs of each node; a rank has an equal part of them, at least one.
     most_bytes: of a message; None for 1 GiB on a GPU and 256 MiB on a CPU.
     """
     ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -33,7 +36,8 @@ def measure_links(per_node: int, device: torch.device, most_bytes: int | None = 
     if per_node > 1:
         speeds["intra_node_bandwidth"] = pair_bandwidth(0, 1, device, most_bytes)
     if ranks > per_node:
-        speeds["nic_bandwidth"] = pair_bandwidth(0, per_node, device, most_bytes)
+        nics = max(1, nics_per_node // per_node) if dist.get_backend() == "nccl" else 1
+        speeds["nic_bandwidth"] = pair_bandwidth(0, per_node, device, most_bytes) / nics
     if ranks > 1:
         speeds["message_seconds"] = message_latency(0, per_node if ranks > per_node else 1, device)
     return speeds
@@ -42,13 +46,11 @@ def measure_links(per_node: int, device: torch.device, most_bytes: int | None = 
 def with_measured_links(cluster: Cluster, device: torch.device) -> tuple[Cluster, str]:
     """`cluster`, of the ranks of the default process group, with measured links, and a few words on them. All ranks
     call it together, while a model fills the memory."""
-    speeds: dict[str, Any] = measure_links(cluster.ranks_per_node, device, _IN_A_JOB)
-    names = {"intra_node_bandwidth": "in a node", "nic_bandwidth": "between nodes"}
+    speeds = measure_links(cluster.ranks_per_node, cluster.nics_per_node, device, _IN_A_JOB)
+    names = {"intra_node_bandwidth": "in a node", "nic_bandwidth": "through a NIC"}
     told = [f"{speeds[name] / 1e9:,.2f} GB/s {where}" for name, where in names.items() if name in speeds]
     if "message_seconds" in speeds:
         told.append(f"{speeds['message_seconds'] * 1e6:,.0f} us a message")
-    if "nic_bandwidth" in speeds and dist.get_backend() == "nccl":
-        speeds["nic_bandwidth"] /= len(cluster.nics(0))
     return replace(cluster, **speeds), ", ".join(told)
 
 

@@ -84,15 +84,13 @@ class Run:
         self,
         first: Sequence[StepCallback] = (),
         last: Sequence[StepCallback] = (),
-        *,
-        job: Job | None = None,
-        cluster: Any = None,
     ) -> None:
         self.first, self.last = list(first), list(last)
         self.balancers: list[StepCallback] = []
         self.build: list[Callable[[Run], StepCallback]] = []
         self.build_last: Callable[[Run], StepCallback] | None = None
-        self.job, self.cluster = job, cluster
+        self.job: Job | None = None
+        self.cluster: Any = None
         self.report: Callable[[Any], None] | None = None
         self.chunks: list[Any] = []
         self.optimizer: Any = None
