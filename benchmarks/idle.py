@@ -208,7 +208,7 @@ def measure(steps: int) -> list[dict[str, Any]]:
     rows = []
     for name, ranks in medians.items():
         own = max(each for each, _ in ranks)
-        row: dict[str, Any] = {"method": name, "own_ms": 1e3 * own, "callbacks": kept[name][0]["left"]}
+        row: dict[str, Any] = {"method": name, "own_ms": 1e3 * own, "left": kept[name][0]["left"]}
         row["replicas"] = max(rank["replicas"] for rank in kept[name])
         if name in ("layers", "experts"):
             row["layer_us"] = 1e6 * own / (LAYERS // STAGES * MICRO_BATCHES)
