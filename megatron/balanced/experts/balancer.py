@@ -41,7 +41,6 @@ from megatron.balanced.experts.structure import why_no_replicas
 from megatron.balanced.shared.callbacks import HeldBytes, StepCallback
 from megatron.balanced.shared.job import Job
 from megatron.balanced.shared.model_checks import check_model, mark_model
-from megatron.balanced.shared.num_microbatches import get_num_microbatches
 from megatron.balanced.shared.optimizer_state import state_bytes
 from megatron.balanced.shared.process_groups import cluster_of, duplicate_group, gather_objects
 from megatron.balanced.shared.tail import layers_with_tail
@@ -57,7 +56,7 @@ class ExpertBalancer(StepCallback):
     """Replicates the hot experts of a finished model. Construct it on all ranks together, before the first step.
 
     Replicas are used only while a training schedule of `Balancers` runs. Evaluation, log-probabilities, the export of
-    weights, and steps that a trial leaves out see Megatron-LM's own layers. After such a step, replicas are placed by
+    weights, and steps that are left out see Megatron-LM's own layers. After such a step, replicas are placed by
     the last load from before it. All ranks of an expert-parallel group make the same plans.
 
     chunks: the model chunks of this rank, each in `DistributedDataParallel`.
@@ -72,7 +71,7 @@ class ExpertBalancer(StepCallback):
     slots do not fit into the memory of some rank.
     """
 
-    trial_name = "experts"
+    name = "experts"
 
     def __init__(
         self,
@@ -353,16 +352,16 @@ class ExpertBalancer(StepCallback):
         for layer in self._layers():
             layer.forget_passes()
         for chunk in self._chunk_at.values():
-            chunk.begin_step()
+            chunk.begin_step(self.run.micro_batches)
 
     def _place_known(self) -> None:
         """Place replicas for the routing that `will_route` has announced, if any."""
         known, self._known = self._known, None
         if known is None:
             return
-        if len(known) != get_num_microbatches():
+        if len(known) != self.run.micro_batches:
             raise ValueError(
-                f"will_route got loads of {len(known)} micro-batches for a schedule of {get_num_microbatches()}; call "
+                f"will_route got loads of {len(known)} micro-batches for a schedule of {self.run.micro_batches}; call "
                 "it before each training schedule, with all of its micro-batches"
             )
         chunks = {layer: chunk for chunk in self._chunk_at.values() for layer in chunk.layers}
@@ -431,7 +430,7 @@ class ExpertBalancer(StepCallback):
         iteration."""
         if layer.frozen:
             return
-        if len(layer.loads) + 1 == get_num_microbatches():
+        if len(layer.loads) + 1 == self.run.micro_batches:
             overlap = self._overlap(chunk, layer)
             self._planner.submit(layer, self._plans[layer], [*layer.loads, load], self._iteration + 1, overlap)
 

@@ -19,7 +19,6 @@ from balancing.experts.engine.slots import HomeExperts, ReplicaSlots
 from megatron.balanced.experts.moe_layer import BalancedMoELayer
 from megatron.balanced.experts.parameters import home_parameters, is_grouped_linear, owner, trained_parameters
 from megatron.balanced.experts.quantized_weights import weight_format
-from megatron.balanced.shared.num_microbatches import get_num_microbatches
 
 __all__ = ["ExpertChunk"]
 
@@ -211,8 +210,8 @@ class ExpertChunk:
         self._holds = False
         self._gather_ahead(True)
 
-    def begin_step(self) -> None:
-        """Begin an iteration with replicas.
+    def begin_step(self, micro_batches: int) -> None:
+        """Begin an iteration with replicas. micro_batches: their number in the iteration.
 
         Raises ValueError if a loop has frozen a parameter since the slots were made, or has begun to train one.
         """
@@ -231,7 +230,7 @@ class ExpertChunk:
             for bucket_group in self._gathers:
                 bucket_group.start_param_sync()
         placements = [layer.placement for layer in self.layers]
-        self.slots.begin_step(placements, get_num_microbatches())
+        self.slots.begin_step(placements, micro_batches)
 
     def end_backward(self) -> None:
         if not self._holds:
