@@ -19,6 +19,7 @@ from numpy.typing import ArrayLike
 from balancing.experts.placement import ReplicaPlacement, color_by_rank
 
 __all__ = [
+    "LATE_SWEEPS",
     "MOST_RANKS",
     "MOST_TOKENS",
     "Splitter",
@@ -32,6 +33,7 @@ __all__ = [
 MOST_RANKS = 128  # limit of the kernels: pairs of more ranks do not fit the registers of one program
 
 _TURNS = 40  # steps of all classes together; the result is well within 1 % of the optimum (benchmarks/experts/plans.py)
+LATE_SWEEPS = 8  # over placements with late copies, from the split without them
 MOST_TOKENS = 1 << 31  # of an expert; their square must stay below 2^63
 _FULL = 1 << 50  # load of a rank that must get no tokens; sums of a few thousand such loads stay below 2^63
 
@@ -103,7 +105,9 @@ class Splitter:
             raise ValueError(f"sweeps={sweeps} must be at least 1")
         self.placement = placement
         classes = color_by_rank(placement)
-        self._sweeps = sweeps or sweeps_of(placement, len(classes))
+        # With late copies the split begins from that of the planned instances.
+        self._planned = Splitter(placement.planned, sweeps=sweeps) if placement.late_copies else None
+        self._sweeps = LATE_SWEEPS if self._planned else sweeps or sweeps_of(placement, len(classes))
         self._build(classes)
 
     def __call__(self, load: np.ndarray) -> np.ndarray:
@@ -118,14 +122,31 @@ class Splitter:
             return served.T
         if self.placement.split == "own":
             return self._serve_own(starting, served).T
-        totals = starting.sum(1)
-        total = totals[self._cell_expert]
-        share = self._by_class(self._even(total))
-        if self.placement.split == "level":
-            self._balance(totals, self._by_class(total), share)
-        quota = np.concatenate([x.reshape(-1) for x in share])[self._cell]
-        served[self._physical] = self._by_source(starting, quota)
+        served[self._physical] = self._by_source(starting, self.quotas(starting.sum(1))[self._physical])
         return served.T
+
+    def quotas(self, totals: np.ndarray) -> np.ndarray:
+        """Tokens that each instance serves, over all source ranks, by the rules "level" and "even": int64 [physical].
+
+        totals: int64 [expert], tokens of each expert.
+        """
+        place = self.placement
+        quota = np.zeros(len(place.phys2log), dtype=np.int64)
+        quota[self._home_only] = totals[self._expert_home_only]
+        if not self._classes:
+            return quota
+        total = totals[self._cell_expert]
+        if self._planned is None:
+            cells = self._even(total)
+        else:
+            before, cells = np.zeros((place.num_ranks, len(quota) // place.num_ranks), np.int64), np.zeros_like(total)
+            before[:, : before.shape[1] - place.late_slots] = self._planned.quotas(totals).reshape(len(before), -1)
+            cells[self._cell] = before.reshape(-1)[self._physical]
+        share = self._by_class(cells)
+        if place.split == "level":
+            self._balance(totals, self._by_class(total), share)
+        quota[self._physical] = np.concatenate([x.reshape(-1) for x in share])[self._cell]
+        return quota
 
     def _build(self, classes: list[list[int]]) -> None:
         """Build the index tables. A row is an expert with replicas, in order of classes. Ranks are in chain order."""
