@@ -198,14 +198,20 @@ class ReplicaPlacement:
         one copy. Gradients travel in the reverse order and each rank adds its own, so the order of the sum is fixed.
 
         The ranks at which an expert leaves a node and enters the next are chosen so that the NICs of a node send and
-        receive equally often. The other ranks of a node are in ascending order. Ranks with late copies come last, in
-        ascending order.
+        receive equally often. The other ranks of a node are in ascending order. Ranks with late copies
+        follow the others of their node, in ascending order; those of new nodes come last.
         """
         if self.late_copies:
-            late = {hot: self.planned.chains.get(hot, (int(self.home[hot]),)) for hot in self.late_experts}
-            for hot in late:
-                late[hot] += tuple(np.flatnonzero((self.late == hot).any(1)).tolist())
-            return dict(sorted((self.planned.chains | late).items()))
+            chains = dict(self.planned.chains)
+            for hot in self.late_experts:
+                planned = chains.get(hot, (int(self.home[hot]),))
+                nodes = {rank // self.ranks_per_node: at for at, rank in enumerate(planned)}
+                late = [(nodes.get(rank // self.ranks_per_node, len(planned)), 1, rank)
+                        for rank in np.flatnonzero((self.late == hot).any(1)).tolist()]  # fmt: skip
+                chains[hot] = tuple(
+                    rank for *_, rank in sorted([(at, 0, rank) for at, rank in enumerate(planned)] + late)
+                )
+            return dict(sorted(chains.items()))
         rank, slot = np.nonzero(self.slot_expert >= 0)
         expert = self.slot_expert[rank, slot]
         order = np.argsort(expert, kind="stable")

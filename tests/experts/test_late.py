@@ -103,18 +103,14 @@ def test_the_split_over_late_copies_is_the_best_within_a_hundredth():
 @pytest.mark.parametrize("part", [0.1, 0.3, 0.6])
 def test_late_copies_even_out_loads_that_moved(ranks, part):
     """Mean at most 1.02, and at most 1.06 in each of them, whatever part of the tokens has moved to other experts."""
-    left, copies, without = [], [], []
+    left = []
     for seed in range(10):
         before, now = burst(ranks, 2 * ranks * (1 + seed % 2), part, np.random.default_rng(seed))
         placement = planned(before)
         late = add_late_copies(now, placement)
         tokens = traffic(now, late).sum(0)
+        assert tokens.sum() == now.sum()
         left.append(tokens.max() / tokens.mean())
-        copies.append(late.late_copies)
-        without.append(traffic(now, placement).sum(0).max() / tokens.mean())
-    print(
-        f"EP {ranks}, {part:.0%} moved: {np.mean(without):.3f} to {np.mean(left):.4f}, most {max(left):.3f}; {np.mean(copies):.1f} copies"
-    )
     assert np.mean(left) < 1.02 and max(left) < 1.06, left
 
 
