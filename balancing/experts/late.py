@@ -7,7 +7,7 @@ is filled only if the split over the planned replicas leaves a rank above the go
 with planned replicas of busy experts can pass those tokens on to other instances and take over a late copy's tokens
 instead, so few late copies suffice, and none while loads are calm.
 
-Example: the three ranks of `balancing.experts`, whose replicas of expert 0 were placed when it was hot. Now expert 1 is.
+Example: the ranks of `balancing.experts`, whose replicas of expert 0 were placed when it was hot. Now expert 1 is.
 
     load of each rank                   [5, 30, 10]          so experts have 15, 90 and 30 tokens
     tokens of ranks, planned replicas   [15, 90, 30]         rank 1 is above the goal: 1.04 times the mean of 45
@@ -28,9 +28,10 @@ from balancing.experts.cost import ExpertShape, break_even_tokens
 from balancing.experts.placement import ReplicaPlacement
 from balancing.experts.split.split import Splitter, check_counts
 
-__all__ = ["LATE_GOAL", "LateCopies", "add_late_copies", "late_tokens"]
+__all__ = ["LATE_GOAL", "LATE_PERMILLE", "LateCopies", "add_late_copies", "late_tokens"]
 
 LATE_GOAL = 1.04  # busiest rank over the mean; no copies while the planned replicas keep within it
+LATE_PERMILLE = round(1000 * LATE_GOAL)
 _ROUNDS = 2
 
 

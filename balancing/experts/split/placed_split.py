@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from balancing.experts.late import LateCopies
 from balancing.experts.placement import ReplicaPlacement, color_by_rank
 from balancing.experts.split.split import MOST_RANKS, Splitter, run_starts, sweeps_of
 from balancing.upload import upload
@@ -37,23 +38,31 @@ class SplitTables:
 
     placement: the instances.
     device: where loads are; None for NumPy arrays.
+    late: fills the late slots of `placement` for each load; None leaves them empty.
+    splitter: of `placement`, if there is one.
     """
 
-    def __init__(self, placement: ReplicaPlacement, device: torch.device | None) -> None:
-        self.placement, self.device = placement, device
+    def __init__(
+        self,
+        placement: ReplicaPlacement,
+        device: torch.device | None,
+        late: LateCopies | None = None,
+        splitter: Splitter | None = None,
+    ) -> None:
+        self.placement, self.device, self.late = placement, device, late
         # This order of physical numbers puts the instances of an expert side by side.
         order = np.argsort(placement.phys2log, kind="stable")
         first, back = run_starts(placement.phys2log[order]), np.argsort(order)
         self.indices = np.stack([np.maximum(placement.phys2log, 0), order, back, first[back]])
-        self.splitter: Splitter | None = None
+        self.splitter = splitter
         self.kernel_tables: np.ndarray | None = None
-        if placement.replicas and kernels_split(placement, device):
+        if splitter is None and placement.replicas and kernels_split(placement, device):
             from balancing.experts.split.split_kernel import kernel_tables
 
             classes = color_by_rank(placement)
             self.classes = len(classes)
             self.kernel_tables = kernel_tables(placement, classes)
-        else:
+        elif splitter is None:
             self.splitter = Splitter(placement)
 
 
@@ -72,12 +81,27 @@ class PlacedSplit:
         self.placement, self._device = tables.placement, tables.device
         self._order, self._ends = indices[1], indices[2:].reshape(-1)
         self.expert: torch.Tensor = torch.as_tensor(indices[0])
-        self._splitter, self._kernels = tables.splitter, None
+        self._splitter, self._late, self._kernels = tables.splitter, tables.late, None
         if kernel_tables is not None:
             from balancing.experts.split.split_kernel import SplitKernels
 
             sweeps = sweeps_of(tables.placement, tables.classes)
             self._kernels = SplitKernels(tables.placement, tables.classes, sweeps, kernel_tables)
+
+    def with_late_copies(self, load: Any) -> "PlacedSplit":
+        """The split over the placement with the late copies that a load needs; this one if it needs none. On a GPU the
+        host waits for the load.
+
+        load: int [source_rank, expert].
+        """
+        if self._late is None:
+            return self
+        totals = load.sum(0) if self._device is None else load.sum(0).cpu().numpy()
+        splitter = self._late(totals)
+        if not splitter.placement.late_copies:
+            return self
+        (placed,) = place_all([SplitTables(splitter.placement, self._device, splitter=splitter)], self._device)
+        return placed
 
     def split(self, load: Any) -> Any:
         """Tokens of each source rank that each instance serves: int64 [source_rank, physical].

@@ -17,6 +17,8 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
+from balancing.experts.engine.late_slots import LateChains, late_chains
+from balancing.experts.late import LATE_PERMILLE, LateCopies
 from balancing.experts.placement import ReplicaPlacement, contiguous_homes
 from balancing.experts.split.placed_split import PlacedSplit, SplitTables, kernels_split, place_all
 from megatron.balanced.cpu.device import is_cpu
@@ -37,11 +39,13 @@ class _Share:
         split, they are None until Megatron-LM's dispatcher has gathered them.
     interval: first and last, int64 [physical], or None without replicas. A physical expert serves those tokens of its
         logical expert on this rank, numbered from 1, for which first < number <= last.
+    late: its late copies, if it has some.
     """
 
     placed: PlacedSplit
     counts: torch.Tensor | None = None
     interval: tuple[torch.Tensor, torch.Tensor] | None = None
+    late: LateChains | None = None
 
 
 def place_layers(tables: dict["BalancedMoELayer", SplitTables]) -> None:
@@ -57,12 +61,16 @@ class BalancedMoELayer(MoELayer):
     `megatron.balanced.experts.exchange` makes one of a layer of Megatron-LM, by changing its class.
     """
 
-    def prepare(self, slots: int) -> None:
-        """Add the attributes that Megatron's layer does not have. slots: number of replicas that a rank can hold."""
-        self.slots = slots
+    def prepare(self, slots: int, late_slots: int) -> None:
+        """Add the attributes that Megatron's layer does not have.
+
+        slots: number of replicas that a rank can hold, without late copies.
+        late_slots: number of late copies that it can hold.
+        """
+        self.slots, self.late_slots, self.late_least = slots, late_slots, 0
         self.frozen = False  # runs forward only, without gradients
         self.trained_share = 1.0  # of the parameters of the group's experts
-        width = self.num_local_experts + slots
+        width = self.num_local_experts + slots + late_slots
         config = copy.copy(self.config)
         config.num_moe_experts = self.ep_group.size() * width
         first = self.ep_group.rank() * width
@@ -133,7 +141,10 @@ class BalancedMoELayer(MoELayer):
 
     def tables(self, placement: ReplicaPlacement) -> SplitTables:
         """The tables for splits over `placement`, as `place_layers` takes them."""
-        return SplitTables(placement, self.device)
+        if not self.late_slots:
+            return SplitTables(placement, self.device)
+        placement = placement.with_late(np.full((placement.num_ranks, self.late_slots), -1))
+        return SplitTables(placement, self.device, LateCopies(placement, LATE_PERMILLE, self.late_least))
 
     def forget_passes(self) -> None:
         """Forget the micro-batches of the last schedule, which may have failed before they were recomputed."""
@@ -145,7 +156,7 @@ class BalancedMoELayer(MoELayer):
         """Keep nothing of slots that are freed, nor of the passes that used them: a dispatcher keeps its last one."""
         self.forget_passes()
         self.routed = self._in_use = None
-        self.experts.slots = None
+        self.experts.slots = self.experts.late_slots = self.experts.late = None
         self.experts.forget_slots()
         vars(self._physical).clear()
         vars(self._physical).update(self._before_passes)
@@ -174,7 +185,9 @@ class BalancedMoELayer(MoELayer):
         if self.frozen:  # a pass without gradients that is not recomputed later
             share = self._share(routing_map)
         else:
-            share, _ = self._splits.decide(lambda: self._share(routing_map))
+            share, again = self._splits.decide(lambda: self._share(routing_map))
+            if self.experts.late_slots is not None:
+                self.experts.begin_late(share.late, again=again)
         if share.interval is not None:
             self._in_use, self.token_dispatcher, (first, last) = share, self._physical, share.interval
             expert = share.placed.expert
@@ -208,7 +221,7 @@ class BalancedMoELayer(MoELayer):
 
         def widen(by_expert: torch.Tensor) -> torch.Tensor:
             by_rank = by_expert.view(len(by_expert), -1, self.num_local_experts)
-            return torch.nn.functional.pad(by_rank, (0, self.slots)).flatten(1)
+            return torch.nn.functional.pad(by_rank, (0, self.slots + self.late_slots)).flatten(1)
 
         return widen(probs), widen(routing_map)
 
@@ -228,15 +241,22 @@ class BalancedMoELayer(MoELayer):
 
         Without replicas there is nothing to split, and the counts that Megatron-LM gathers are enough.
         """
-        if self._gathers_counts and not self.placement.replicas:
+        adds_late = self.late_slots > 0 and not self.frozen
+        if self._gathers_counts and not self.placement.replicas and not adds_late:
             return _Share(self._placed)
         local = routing_map.sum(dim=0, dtype=torch.int64)
         gathered = gather_from_sequence_parallel_region(local, group=self._logical.tp_ep_group)
         counts = self._add_load(gathered)
-        if not self.placement.replicas:
-            return _Share(self._placed, gathered)
-        share, served = self._split(self._placed, counts, self.loads[-1])
+        load = self.loads[-1]
+        placed = self._placed.with_late_copies(load) if adds_late else self._placed
+        if not placed.placement.replicas:
+            if adds_late:
+                self.served.append(load.sum(0).reshape(len(load), -1).sum(1))
+            return _Share(placed, gathered)
+        share, served = self._split(placed, counts, load)
         self.served.append(served)
+        if placed.placement.late_copies:
+            share.late = late_chains(placed.placement, self.ep_group.rank())
         return share
 
     def _add_load(self, gathered: torch.Tensor) -> Any:

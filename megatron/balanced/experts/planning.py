@@ -204,7 +204,7 @@ class ReplicaPlanner:
         if self._machine is not None:
             served = 1 if self._shared else micro_batches  # by one transfer
             hidden = overlap.attention_layers * _attention_seconds(self._job, self._model, self._machine)
-            costs = {"shape": _expert_shape(layer), "window": TransferWindow(hidden, overlap.first, served)}
+            costs = {"shape": expert_shape(layer), "window": TransferWindow(hidden, overlap.first, served)}
         alone, config = layer.without_replicas, self._config
         plan = plan_replicas if self._worker is None else partial(self._worker.call, plan_replicas)
         placement = plan(
@@ -216,7 +216,7 @@ class ReplicaPlanner:
             min_gain=config.min_gain,
             **costs,
         )
-        tables = alone if placement.replicas == 0 else SplitTables(placement, alone.device)
+        tables = alone if placement.replicas == 0 else layer.tables(placement)
         tables.placement.digest()  # computed here, and kept
         return tables
 
@@ -249,7 +249,7 @@ def _on_host(loads: list[Any]) -> Callable[[], np.ndarray]:
     return wait
 
 
-def _expert_shape(layer: BalancedMoELayer) -> ExpertShape:
+def expert_shape(layer: BalancedMoELayer) -> ExpertShape:
     """Size of the part of an expert that one tensor-parallel rank holds and sends."""
     config = layer.config
     shape = ExpertShape(
@@ -292,7 +292,7 @@ def expert_share(job: Job, model: TransformerConfig, layers: list[BalancedMoELay
         return None
     first, last = layers[0], layers[-1]
     ways = first.token_dispatcher.tp_size
-    experts = first.config.moe_router_topk * 2 * _expert_shape(first).parameters * ways
+    experts = first.config.moe_router_topk * 2 * expert_shape(first).parameters * ways
     between = (last.index - first.index) / (len(layers) - 1) if len(layers) > 1 else 1
     shared = 6 * model.hidden_size * (model.moe_shared_expert_intermediate_size or 0)
     return experts / (experts + between * _attention_flops(job, model) + shared)
