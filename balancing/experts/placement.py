@@ -54,8 +54,8 @@ class ReplicaPlacement:
     split: how tokens are divided over instances, see `SplitRule`.
     ranks_per_node: ranks 0 to ranks_per_node - 1 are on the first node, and so on; 0: all ranks on one node.
     nics_per_node: NICs of a node, shared by neighbouring ranks; 0: one for each rank.
-    late_slots: the last so many slots of each rank are for late copies (`add_late_copies`), which are decided inside the
-        layer. Planners leave them empty.
+    late_slots: the last so many slots of each rank are for late copies (`add_late_copies`), decided inside the layer.
+        Planners leave them empty.
 
     The arrays are copied and made read-only. Raises ValueError for homes that are uneven or no valid ranks. Raises it
     for a slot with an expert that does not exist, that is at home on the rank, or that is in another slot of the rank.
