@@ -26,13 +26,12 @@ from numpy.typing import ArrayLike
 from balancing.cluster import Cluster
 from balancing.experts.cost import ExpertShape, break_even_tokens
 from balancing.experts.placement import ReplicaPlacement
-from balancing.experts.split.split import Splitter, check_counts
+from balancing.experts.split.split import LATE_ROUNDS, Splitter, check_counts
 
 __all__ = ["LATE_GOAL", "LATE_PERMILLE", "LateCopies", "add_late_copies", "late_tokens"]
 
 LATE_GOAL = 1.04  # busiest rank over the mean; no copies while the planned replicas keep within it
 LATE_PERMILLE = round(1000 * LATE_GOAL)
-_ROUNDS = 2
 
 
 def add_late_copies(
@@ -58,7 +57,8 @@ def add_late_copies(
         )
     if slots < 0 or not goal >= 1 or least < 0:
         raise ValueError(f"slots={slots} and least={least} must be at least 0, and goal={goal} at least 1")
-    with_late = LateCopies(placement, slots, round(1000 * goal), least)(counts.sum(0)).placement
+    empty = placement.with_late(np.full((placement.num_ranks, slots), -1))
+    with_late = LateCopies(empty, round(1000 * goal), least)(counts.sum(0)).placement
     return with_late if with_late.late_copies or placement.late_copies else placement
 
 
@@ -123,11 +123,16 @@ class _Choice:
 
 
 class LateCopies:
-    """Adds late copies to one placement, for each micro-batch; parameters of `add_late_copies`, not checked."""
+    """Adds late copies to one placement, for each micro-batch.
 
-    def __init__(self, placement: ReplicaPlacement, slots: int, permille: int, least: int) -> None:
-        self._empty = placement.with_late(np.full((placement.num_ranks, slots), -1))
-        self._splitter = Splitter(self._empty)
+    placement: the planned replicas and late slots, which are empty.
+    permille: the goal of `add_late_copies`, in thousandths of the mean.
+    least: as in `add_late_copies`.
+    sweeps: of the split without late copies, as in `Splitter`.
+    """
+
+    def __init__(self, placement: ReplicaPlacement, permille: int, least: int, *, sweeps: int | None = None) -> None:
+        self._splitter, self._sweeps = Splitter(placement, sweeps=sweeps), sweeps
         self._permille, self._least = permille, least
 
     def __call__(self, totals: np.ndarray) -> Splitter:
@@ -135,19 +140,19 @@ class LateCopies:
 
         totals: int64 [expert], tokens of each expert.
         """
-        splitter = self._splitter
+        splitter, ranks = self._splitter, self._splitter.placement.num_ranks
         quota = splitter.quotas(totals)
-        first = busiest = _busiest(quota, self._empty)
-        for _ in range(_ROUNDS):
+        first = busiest = _busiest(quota, ranks)
+        for _ in range(LATE_ROUNDS):
             late = _Choice(splitter.placement, quota, self._permille, self._least)()
             if np.array_equal(late, splitter.placement.late):
                 break
-            splitter = Splitter(self._empty.with_late(late))
+            splitter = Splitter(self._splitter.placement.with_late(late), sweeps=self._sweeps)
             quota = splitter.quotas(totals)
-            busiest = _busiest(quota, self._empty)
+            busiest = _busiest(quota, ranks)
         return splitter if busiest + max(self._least, 1) <= first else self._splitter
 
 
-def _busiest(quota: np.ndarray, placement: ReplicaPlacement) -> int:
+def _busiest(quota: np.ndarray, ranks: int) -> int:
     """Tokens of the busiest rank. quota: int64 [physical]."""
-    return int(quota.reshape(placement.num_ranks, -1).sum(1).max())
+    return int(quota.reshape(ranks, -1).sum(1).max())

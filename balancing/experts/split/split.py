@@ -19,6 +19,7 @@ from numpy.typing import ArrayLike
 from balancing.experts.placement import ReplicaPlacement, color_by_rank
 
 __all__ = [
+    "LATE_ROUNDS",
     "LATE_SWEEPS",
     "MOST_RANKS",
     "MOST_TOKENS",
@@ -33,7 +34,8 @@ __all__ = [
 MOST_RANKS = 128  # limit of the kernels: pairs of more ranks do not fit the registers of one program
 
 _TURNS = 40  # steps of all classes together; the result is well within 1 % of the optimum (benchmarks/experts/plans.py)
-LATE_SWEEPS = 8  # over placements with late copies, from the split without them
+# Late copies are chosen from the last split, at most so often; each further split begins from that without copies.
+LATE_ROUNDS, LATE_SWEEPS = 2, 8
 MOST_TOKENS = 1 << 31  # of an expert; their square must stay below 2^63
 _FULL = 1 << 50  # load of a rank that must get no tokens; sums of a few thousand such loads stay below 2^63
 
