@@ -16,6 +16,7 @@ from megatron.balanced.trainer.checks.experts import (
     captures_experts,
     check_experts,
     leave_out_preprocessing,
+    map_local_graphs,
     with_captured_iterations,
 )
 from tests.support.refusals import assert_accepted, assert_refused
@@ -55,7 +56,6 @@ REFUSED = {
     "permute fusion": ("--moe-permute-fusion", "--moe-permute-fusion", "Transformer Engine", "drop it"),
     "router fusion": ("--moe-router-fusion", "--moe-router-fusion", "Transformer Engine", "drop it"),
     "fp8": (f"{BALANCE} --bf16 --fp8-format e4m3", "--fp8-format e4m3", "use --bf16"),
-    "CUDA graphs": (f"{BALANCE} --cuda-graph-impl local", "--cuda-graph-impl local", "transformer_engine"),
     "weight gradients beside dispatch": (
         f"{BALANCE} --overlap-dispatch-backward-with-experts-wgrad",
         "--overlap-dispatch-backward-with-experts-wgrad",
@@ -146,6 +146,57 @@ def test_preprocessing_is_left_out_of_graphs():
     assert leave_out_preprocessing(args) == []
 
 
+LOCAL_GRAPHS = {
+    "whole layers": ([], "attn moe_router"),
+    "whole layers of a hybrid model": ([], "attn mamba moe_router"),
+    "experts": (["attn", "moe"], "attn moe_router"),
+    "preprocessing": (["moe_router", "moe_preprocess"], "moe_router"),
+}
+
+
+def _map(modules: list[str], impl: str, pattern: str | None) -> tuple[str, list[str], str]:
+    from megatron.core.transformer.enums import CudaGraphModule
+
+    args = argparse.Namespace(
+        cuda_graph_impl="local",
+        cuda_graph_modules=[CudaGraphModule[name] for name in modules],
+        transformer_impl=impl,
+        hybrid_layer_pattern=pattern,
+    )
+    assert captures_experts(args) == []
+    (note,) = map_local_graphs(args)
+    assert map_local_graphs(args) == []
+    return args.cuda_graph_impl, [module.name for module in args.cuda_graph_modules], note
+
+
+@pytest.mark.parametrize("case", LOCAL_GRAPHS)
+def test_local_graphs_leave_experts_out(pool, case):
+    modules, kept = LOCAL_GRAPHS[case]
+    ((graphs, left, note),) = pool.run(1, _map, modules, "transformer_engine", "M*E" if "hybrid" in case else None)
+    assert graphs == "transformer_engine" and left == kept.split()
+    assert f"--cuda-graph-modules {kept} in the place of --cuda-graph-impl local" in note
+
+
+def test_local_graphs_need_transformer_engine(pool):
+    """Without it nothing is captured, and a line says so."""
+    assert_accepted(pool, BASE, [f"{BALANCE} --cuda-graph-impl local"])
+    ((graphs, _, note),) = pool.run(1, _map, ["attn"], "local", None)
+    assert graphs == "none" and "switches --cuda-graph-impl local off" in note
+
+
+def _settled(scope: str) -> tuple[str, list[object]]:
+    from megatron.balanced.trainer.checks.model import settle_graphs
+
+    args = argparse.Namespace(cuda_graph_impl="local", cuda_graph_modules=[], cuda_graph_scope_deprecated=[scope])
+    settle_graphs(args)
+    return args.cuda_graph_impl, args.cuda_graph_scope_deprecated
+
+
+def test_old_names_of_graphs_of_iterations(pool):
+    assert pool.run(1, _settled, "full_iteration") == [("full_iteration", [])]
+    assert pool.run(1, _settled, "attn") == [("local", ["attn"])]
+
+
 def _captured(interval: int, **changes: Any) -> tuple[ExpertConfig, list[str]]:
     args = argparse.Namespace(
         cuda_graph_impl="full_iteration",
@@ -206,7 +257,7 @@ QUANTIZED = {
         "drop it, or --fp8-param-gather",
     ),
     "one weight": ({"fp8": None, "moe_single_grouped_weight": True}, "--moe-single-grouped-weight", "drop it"),
-    "4 bits": ({"fp8": None, "fp4": "e2m1"}, "--fp4-format e2m1", "use --fp8-format"),
+    "4 bits": ({"fp8": None, "fp4": "e2m1", "fp4_recipe": "custom"}, "--fp4-recipe custom", "--fp4-recipe nvfp4"),
 }
 
 

@@ -50,7 +50,7 @@ REFUSED = {
         "drop it",
     ),
     "FSDP": ({"use_megatron_fsdp": True}, "--use-megatron-fsdp", "--use-distributed-optimizer"),
-    "fp4": ({"fp4": "e2m1"}, "--fp4-format e2m1", "use --bf16"),
+    "fp4": ({"fp4": "e2m1", "fp4_recipe": "custom"}, "--fp4-recipe custom", "use --fp4-recipe nvfp4"),
     "experts in one tensor": ({"moe_single_grouped_weight": True}, "--moe-single-grouped-weight", "drop it"),
     "optimizer on the host": (
         {"optimizer_cpu_offload": True},

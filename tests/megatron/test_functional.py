@@ -38,9 +38,6 @@ REFUSED: dict[str, dict[str, str]] = {
         "--use-megatron-fsdp": "it shards the parameters of a layer over ranks",
     },
     LAYERS: {
-        "--overlap-param-gather-with-optimizer-step": (
-            "it steps the optimizer in parts, and weights must be complete between steps"
-        ),
         "--ckpt-assume-constant-structure": "it saves by the plan of the first save, and layers change ranks",
     },
     SEQUENCES: {

@@ -66,11 +66,19 @@ def _flags() -> str:
     """The table of `pretrain_gpt.py`: a part for each feature."""
     parts = []
     for feature, asked in FEATURES.items():
-        rows = [row for row in INCOMPATIBLE if feature in row.features and row.where in (None, TRAINER)]
-        lines = _lines(
-            rows, lambda flag: flag if flag in LATER else shown(flag, True), lambda row: _since(row, row.instead)
-        )
-        parts.append("\n".join([f"| refused with {asked} | since |", "|---|---|", *lines]))
+        for what, off in (("refused", False), ("switched off, with a note,", True)):
+            rows = [
+                row
+                for row in INCOMPATIBLE
+                if feature in row.features and row.where in (None, TRAINER) and row.switches_off == off
+            ]
+            lines = _lines(
+                rows,
+                lambda flag: flag if flag in LATER else shown(flag, True),
+                lambda row: row.why if row.switches_off else _since(row, row.instead),
+            )
+            if lines:
+                parts.append("\n".join([f"| {what} with {asked} | since |", "|---|---|", *lines]))
     return "\n\n".join(parts) + "\n"
 
 
@@ -79,7 +87,7 @@ def _fields() -> str:
     rows = [
         row
         for row in INCOMPATIBLE
-        if row.where == LOOPS or (row.where is None and incompatible.ATTENTION in row.features)
+        if row.where == LOOPS or (row.where is None and (row.switches_off or incompatible.ATTENTION in row.features))
     ]
 
     def reason(row: Incompatible) -> str:

@@ -54,9 +54,9 @@ def weight_format(expert: Parameters) -> WeightFormat:
 
 def copied_bytes(config: TransformerConfig) -> int:
     """Bytes that a layer keeps for each weight element of a replica in addition to what is sent: the element in 8 bits
-    by row and by column, or by column only if the element by row is sent."""
+    by row and by column, or by column only if the element by row is sent. In 4 bits, both are one byte."""
     if not config.fp8:
-        return 0
+        return int(bool(config.fp4))
     if not config.fp8_param:
         return 2
     return 0 if config.fp8_recipe == "mxfp8" else 1

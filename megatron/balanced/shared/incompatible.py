@@ -25,6 +25,7 @@ __all__ = [
     "other_than",
     "refused",
     "shown",
+    "switch_off",
 ]
 
 # Features. Balanced experts without Transformer Engine are also checked as OWN_EXPERTS.
@@ -96,6 +97,7 @@ class Incompatible:
     instead: the way out.
     only_with: name of another flag -> the values of it with which the row counts; it counts if all have such values.
     where: TRAINER or LOOPS if the row counts only there; TRAINER also for a flag that is no config field.
+    switches_off: whether `pretrain_gpt.py` does not refuse the flag but switches it off, since no number depends on it.
     """
 
     flag: str
@@ -105,6 +107,7 @@ class Incompatible:
     instead: str = "drop it"
     only_with: Mapping[str, Values] = field(default_factory=dict)
     where: str | None = None
+    switches_off: bool = False
 
     def refuses(self, given: Mapping[str, object]) -> bool:
         """Whether `given` has values that do not work. given: values by their names among the arguments."""
@@ -151,6 +154,19 @@ def check_compatible(
         )
 
 
+def switch_off(args: Any, feature: str, given: str) -> list[str]:
+    """Switch off flags in `args` that need not be refused. Returns notes for the user, one line each.
+
+    Parameters as of `check_compatible`. Called once the feature is certain to be on.
+    """
+    notes = []
+    for row in INCOMPATIBLE:
+        if row.switches_off and feature in row.features and row.refuses(vars(args)):
+            notes.append(f"{given} switches {shown(row.flag, getattr(args, row.flag))} off: {row.why}")
+            setattr(args, row.flag, False)
+    return notes
+
+
 def refused(
     given: Mapping[str, object],
     feature: str | tuple[str, ...],
@@ -167,6 +183,7 @@ def refused(
         row
         for row in (INCOMPATIBLE if table is None else table)
         if features & {*row.features} and row.where in (None, where) and row.refuses(given)
+        if not (row.switches_off and where == TRAINER)
     ]
 
 
@@ -199,6 +216,7 @@ _DROPS = "which tokens it drops depends on the other tokens of their rank"
 _STEPS = "documents are distributed over the micro-batches of a step, and steps must have one size"
 _SCALES = "it is stored with a scale for each shard, and a move changes the shards"
 _MIXED = "it stores experts of some layers in another format, and replica slots have one format"
+_PACKED = "it stores weights packed, which cannot be sent yet; those in bf16 are quantized where they are used"
 _PADDING = "with --sft routers see padding, which balanced sequences leave out"
 _LATER = "it computes weight gradients when the next pass may have filled the late slot"
 _IN_PARTS = "it steps the optimizer in parts, and weights must be complete between steps"
@@ -352,7 +370,7 @@ INCOMPATIBLE: tuple[Incompatible, ...] = (
                  "is given",
                  "use --overlap-moe-expert-parallel-comm --delay-wgrad-compute"),
     Incompatible("overlap_param_gather_with_optimizer_step", ON, (EXPERTS, LAYERS), _IN_PARTS,
-                 "use --overlap-param-gather alone"),
+                 "use --overlap-param-gather alone", switches_off=True),
     Incompatible("nccl_ub", ON, (LAYERS,), "it registers buffers that a move replaces"),
     # Memory, precision and graphs
     Incompatible("bf16", ON, (FP64,), "a run has one precision", "drop one of them"),
@@ -371,10 +389,12 @@ INCOMPATIBLE: tuple[Incompatible, ...] = (
                  {"fp8": ON, "fp8_param_gather": ON}),
     Incompatible("te_precision_config_file", ON, (EXPERTS,), _MIXED, "drop it, or --fp8-param-gather",
                  {"fp8": ON, "fp8_param_gather": ON}, TRAINER),
-    Incompatible("fp4", ON, (EXPERTS,), "replicas were never tested with it", "use --fp8-format or --bf16"),
+    Incompatible("fp4", ON, (OWN_EXPERTS,), _TE_EXPERTS, "add --moe-grouped-gemm, or use --bf16"),
+    Incompatible("fp4_param_gather", ON, (EXPERTS, LAYERS), _PACKED, only_with={"fp4": ON}, switches_off=True),
+    Incompatible("fp4_recipe", other_than("nvfp4"), (EXPERTS, LAYERS), "it is not known how it quantizes",
+                 "use --fp4-recipe nvfp4", {"fp4": ON}),
     Incompatible("moe_single_grouped_weight", ON, (LAYERS,),
                  "it stores experts in one tensor, which a move does not support"),
-    Incompatible("fp4", ON, (LAYERS,), "a move does not transfer its scales", "use --bf16"),
     Incompatible("fine_grained_activation_offloading", ON, (RELEASE,),
                  "it fails on a stage with one layer, which a shorter pipeline may have"),
     Incompatible("fine_grained_activation_offloading", ON, (EXPERTS,),
@@ -385,8 +405,6 @@ INCOMPATIBLE: tuple[Incompatible, ...] = (
                  {"cuda_graph_impl": other_than("none")}, TRAINER),
     Incompatible("cpu_offloading_num_layers", ON, (LAYERS,), _COUNTS),
     Incompatible("cuda_graph_impl", other_than("none"), (SEQUENCES,), _GRAPH, "use --cuda-graph-impl none"),
-    Incompatible("cuda_graph_impl", other_than("none", "transformer_engine", "full_iteration"), (EXPERTS,), _GRAPH,
-                 "use --cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router", where=TRAINER),
     Incompatible("cuda_graph_impl", other_than("none", "transformer_engine"), (LAYERS,),
                  "it cannot be captured again after a move", "use --cuda-graph-impl transformer_engine",
                  where=TRAINER),

@@ -36,7 +36,7 @@ from megatron.balanced.trainer.checks.data import check_data, check_tokens, chec
 from megatron.balanced.trainer.checks.fill import check_fill
 from megatron.balanced.trainer.checks.machine import check_machine
 from megatron.balanced.trainer.checks.megatron import check_megatron
-from megatron.balanced.trainer.checks.model import check_groups, check_layout, check_model
+from megatron.balanced.trainer.checks.model import check_groups, check_layout, check_model, settle_graphs
 from megatron.balanced.trainer.checks.ranges import check_ranges
 from megatron.balanced.trainer.checks.refusal import is_refusal
 from megatron.balanced.trainer.config import BalanceConfig, add_flags, config_from_flags
@@ -193,6 +193,7 @@ def parse_arguments(
             load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
             load_args_from_checkpoint(args)
         check_ranges(args)
+        settle_graphs(args)
         check_layout(args)
         check_model(args)
         check_data(args)

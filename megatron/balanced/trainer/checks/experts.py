@@ -12,11 +12,17 @@ from typing import Any
 from balancing.experts.config import ExpertConfig
 from balancing.experts.split.placed_split import MOST_RANKS
 from megatron.balanced.experts.graphs import captures_iterations
-from megatron.balanced.shared.incompatible import EXPERTS, LATE, OWN_EXPERTS, check_compatible, shown
+from megatron.balanced.shared.incompatible import EXPERTS, LATE, OWN_EXPERTS, check_compatible, shown, switch_off
 from megatron.balanced.trainer.dry_run import assumes_gpus
 from megatron.balanced.trainer.prediction import note_on_experts
 
-__all__ = ["captures_experts", "check_experts", "leave_out_preprocessing", "with_captured_iterations"]
+__all__ = [
+    "captures_experts",
+    "check_experts",
+    "leave_out_preprocessing",
+    "map_local_graphs",
+    "with_captured_iterations",
+]
 
 _INTERVAL = 100  # iterations between placements, if the given interval is too short for the graph to be replayed
 
@@ -50,10 +56,12 @@ def check_experts(args: argparse.Namespace, experts: ExpertConfig) -> tuple[Expe
     check_compatible(args, features, "--balance-experts", captures_experts(args))
     if experts.late_slots:
         check_compatible(args, LATE, f"experts.late_slots {experts.late_slots}")
+    notes += map_local_graphs(args)
     notes += leave_out_preprocessing(args)
     if captures_iterations(args):
         experts, more = with_captured_iterations(args, experts)
         notes += more
+    notes += switch_off(args, EXPERTS, "--balance-experts")
     notes += note_on_experts(args)
     if args.transformer_impl != "local" and not args.moe_grouped_gemm:
         notes.append(
@@ -139,6 +147,8 @@ def _named(modules: list[Any]) -> list[str]:
 
 def captures_experts(args: argparse.Namespace) -> list[tuple[str, str, str]]:
     """Flags that would put experts into a CUDA graph: the flag as the user gave it, reason, way out."""
+    if getattr(args, "cuda_graph_impl", "none") == "local":
+        return []  # `map_local_graphs` leaves experts out
     _, modules = _modules(args)
     names = _named(modules)
     captured = [name for name in names if name.startswith("full") or name == "moe"]
@@ -148,6 +158,29 @@ def captures_experts(args: argparse.Namespace) -> list[tuple[str, str, str]]:
     if not names and (graphs or getattr(args, "external_cuda_graph", False)):
         return [("CUDA graphs of whole layers", _WHY_NO_GRAPH, _USE_GRAPHS_OF)]
     return []
+
+
+def map_local_graphs(args: argparse.Namespace) -> list[str]:
+    """Let Transformer Engine capture what Megatron-LM's own graphs would, without experts; without Transformer Engine
+    nothing is captured. Returns a note for the user if there were such graphs."""
+    if getattr(args, "cuda_graph_impl", "none") != "local":
+        return []
+    if args.transformer_impl != "transformer_engine":
+        args.cuda_graph_impl = "none"
+        return [f"--balance-experts switches --cuda-graph-impl local off: {_WHY_NO_GRAPH}"]
+    from megatron.core.transformer.enums import CudaGraphModule
+
+    argument, modules = _modules(args)
+    kept = [module for module in modules if not _named([module])[0].startswith(("full", "moe_preprocess"))]
+    kept = [CudaGraphModule.moe_router if _named([module])[0] == "moe" else module for module in kept]
+    whole = ["attn", *["mamba"] * bool(args.hybrid_layer_pattern), "moe_router"]
+    kept = list(dict.fromkeys(kept)) or [CudaGraphModule[name] for name in whole]
+    setattr(args, argument, kept)
+    args.cuda_graph_impl = "transformer_engine"
+    return [
+        f"--balance-experts uses --cuda-graph-impl transformer_engine --cuda-graph-modules {' '.join(_named(kept))} in "
+        f"the place of --cuda-graph-impl local: {_WHY_NO_GRAPH}"
+    ]
 
 
 def leave_out_preprocessing(args: argparse.Namespace) -> list[str]:

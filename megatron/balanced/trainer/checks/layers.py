@@ -14,7 +14,7 @@ from balancing.layers.repack import check_repack
 from balancing.pipeline.layout import from_layout
 from balancing.pipeline.pattern import read_pattern
 from balancing.pipeline.stage_plan import StagePlan
-from megatron.balanced.shared.incompatible import LAYERS, RELEASE, check_compatible
+from megatron.balanced.shared.incompatible import LAYERS, RELEASE, check_compatible, switch_off
 
 __all__ = ["check_layers"]
 
@@ -54,7 +54,7 @@ def check_layers(args: argparse.Namespace, layers: LayerConfig) -> tuple[LayerCo
             f"{flag} captures CUDA graphs again after a move, which is untested with dropout; use "
             "--attention-dropout 0 --hidden-dropout 0, or --cuda-graph-impl none"
         )
-    notes = []
+    notes = switch_off(args, LAYERS, flag)
     if args.save and args.use_distributed_optimizer and not args.dist_ckpt_optim_fully_reshardable:
         args.dist_ckpt_optim_fully_reshardable = True
         notes.append(

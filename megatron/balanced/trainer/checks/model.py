@@ -8,7 +8,16 @@ from megatron.balanced.trainer.checks.hybrid import check_hybrid
 from megatron.balanced.trainer.prediction import check_packed_tail
 from megatron.balanced.trainer.sequence_rules import balancing_losses
 
-__all__ = ["check_groups", "check_layout", "check_model"]
+__all__ = ["check_groups", "check_layout", "check_model", "settle_graphs"]
+
+
+def settle_graphs(args: argparse.Namespace) -> None:
+    """Give CUDA graphs of whole iterations their present name. Megatron-LM does so while it validates `args`, which is
+    later than checks read it."""
+    for name in ("cuda_graph_modules", "cuda_graph_scope_deprecated"):
+        if "full_iteration" in (getattr(args, name) or []) and args.cuda_graph_impl != "none":
+            args.cuda_graph_impl = "full_iteration"
+            setattr(args, name, [module for module in getattr(args, name) if module != "full_iteration"])
 
 
 def check_layout(args: argparse.Namespace) -> None:
