@@ -18,7 +18,7 @@ from tests.support.settings import settings, without_settings
 from tests.support.training import MODEL, RankRun, differences, join, train_rank
 from tests.support.transformer_engine.model import BASE, TE
 
-CAPABILITY = {"tensorwise": (9, 0), "delayed": (9, 0), "blockwise": (9, 0), "mxfp8": (10, 0)}
+CAPABILITY = {"tensorwise": (9, 0), "delayed": (9, 0), "blockwise": (9, 0), "mxfp8": (10, 0), "nvfp4": (10, 0)}
 
 
 def _quantizer(recipe: str) -> Any:
@@ -97,7 +97,12 @@ def _recipes() -> Any:
     return recipe
 
 
-@pytest.mark.parametrize("recipe", CAPABILITY)
+def _format(recipe: str, kind: str) -> str:
+    """The flags of a recipe. kind: the number format of one in 8 bits."""
+    return "--fp4-format e2m1 --fp4-recipe nvfp4" if recipe == "nvfp4" else f"--fp8-format {kind} --fp8-recipe {recipe}"
+
+
+@pytest.mark.parametrize("recipe", [recipe for recipe in CAPABILITY if recipe != "nvfp4"])
 def test_parameters_are_copied_with_their_scales(engine, recipe):
     weight = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
     weight[:32] *= 100  # another scale for each block
@@ -148,7 +153,7 @@ def test_documents_spread_over_ranks_that_quantize(model_of, case):
 
 QUANTIZED = (
     "--swiglu --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 64 --moe-aux-loss-coeff 1e-2 --hidden-size 64 "
-    "--num-layers 2 --bf16 --fp8-format e4m3 --expert-model-parallel-size 2 --moe-grouped-gemm "
+    "--num-layers 2 --bf16 --expert-model-parallel-size 2 --moe-grouped-gemm "
     "--use-distributed-optimizer --overlap-param-gather --overlap-grad-reduce --ddp-bucket-size 20000"
 )
 STORED = "--fp8-param-gather --reuse-grad-buf-for-mxfp8-param-ag"
@@ -164,6 +169,7 @@ REPLICAS = {
     "blockwise, stored": ("blockwise", f"{WIDE} --fp8-param-gather"),
     "tensorwise, stored": ("tensorwise", "--fp8-param-gather"),
     "mxfp8, stored": ("mxfp8", STORED),
+    "nvfp4": ("nvfp4", "--fp4-param-gather"),
     "mxfp8, stored, slots shared": ("mxfp8", f"{STORED} {settings('experts', replica_mode='shared')}"),
 }
 Factors = dict[tuple[int, int, bool, int, int], set[bytes]]
@@ -222,8 +228,8 @@ def test_replicas_are_quantized_as_their_homes(engine, corpus, case):
     recipe, flags = REPLICAS[case]
     # Transformer Engine keeps no 16-bit values of quantized parameters that Megatron-LM initializes on the CPU.
     base = [flag for flag in [*MODEL, *corpus, *BASE.split()] if flag != "--use-cpu-initialization"]
-    argv = [*base, *f"{TE} {QUANTIZED} --fp8-recipe {recipe} --train-iters 3 {flags}".split()]
-    alone = without_settings(" ".join(argv)).split()
+    argv = [*base, *f"{TE} {QUANTIZED} {_format(recipe, 'e4m3')} --train-iters 3 {flags}".split()]
+    alone = without_settings(" ".join(argv)).replace("--fp4-param-gather", "").split()  # which replicas switch off
     unbalanced = join(engine.run(2, _train_quantized, alone, CAPABILITY[recipe]))
     ranks = engine.run(
         2, _train_replicas, [*argv, *f"--balance-experts {settings('experts', min_gain=0)}".split()], CAPABILITY[recipe]
@@ -234,7 +240,7 @@ def test_replicas_are_quantized_as_their_homes(engine, corpus, case):
     assert len(both) >= 2 * 2 * 2, "hardly anything was replicated"
     for key in both:
         assert len(here[key]) == 1 and here[key] == there[key], f"{key}: the replica is not its home"
-    if recipe in ("mxfp8", "blockwise"):
+    if recipe in ("mxfp8", "blockwise"):  # nvfp4 has one scale more, of all tokens of an instance
         assert run.losses[:2] == unbalanced.losses[:2]  # the second forward pass is the first with replicas
         assert run.grad_norms[1] == pytest.approx(unbalanced.grad_norms[1], rel=1e-4)
     assert differences(run, unbalanced)[0] <= 0.01
@@ -255,6 +261,8 @@ MOVES = {
     "delayed": ("delayed", 2, PP2),
     "mxfp8": ("mxfp8", 2, PP2),
     "blockwise": ("blockwise", 2, PP2),
+    "nvfp4": ("nvfp4", 2, PP2),
+    "nvfp4, DP 2": ("nvfp4", 4, OVERLAPS),
     "blockwise parameters, DP 2": ("blockwise", 4, f"{OVERLAPS} {PARAMETERS}"),
     "tensorwise parameters, DP 2": ("tensorwise", 4, f"{OVERLAPS} {PARAMETERS}"),
     "delayed parameters": ("delayed", 2, f"{SHARDED} {PARAMETERS}"),
@@ -268,7 +276,7 @@ def _moving_quantized(argv: list[str], plans: Plans) -> Any:
     from tests.support.transformer_engine.on_cpu import gather_bytes, have_capability
 
     gather_bytes()
-    have_capability(*CAPABILITY[argv[argv.index("--fp8-recipe") + 1]])
+    have_capability(*CAPABILITY[argv[argv.index("--fp8-recipe" if "--fp8-recipe" in argv else "--fp4-recipe") + 1]])
     return moving_rank(argv, plans)
 
 
@@ -276,7 +284,7 @@ def _moving_quantized(argv: list[str], plans: Plans) -> Any:
 def test_layers_in_8_bits_move_and_no_number_changes(model_of, case):
     recipe, ranks, flags = MOVES[case]
     model = model_of(f"--hidden-size {128 if recipe == 'blockwise' else 64}")
-    argv = model.argv(f"{flags} --bf16 --fp8-format hybrid --fp8-recipe {recipe}")
+    argv = model.argv(f"{flags} --bf16 {_format(recipe, 'hybrid')}")
     moved, state = train_moving(model.pool, ranks, "", THERE_AND_BACK, base=argv, body=_moving_quantized)
     stayed, expected = train_moving(model.pool, ranks, "", {}, base=argv, body=_moving_quantized)
     _assert_same_run(moved, stayed)
@@ -302,7 +310,7 @@ def test_layers_in_8_bits_and_in_parts_move_and_no_number_changes(engine, corpus
     )
     base = [flag for flag in [*MODEL, *corpus, *BASE.split()] if flag != "--use-cpu-initialization"]
     quantized = QUANTIZED.replace("--overlap-param-gather --overlap-grad-reduce ", "")
-    argv = [*base, *f"{TE} {quantized} --fp8-recipe {recipe} {parts} {flags}".split()]
+    argv = [*base, *f"{TE} {quantized} {_format(recipe, 'e4m3')} {parts} {flags}".split()]
     plans = {1: ((2, 1), (1, 1)), 3: ((1, 1), (1, 2))}
     moved, state = train_moving(engine, 4, "", plans, base=argv, body=_moving_quantized)
     stayed, expected = train_moving(engine, 4, "", {}, base=argv, body=_moving_quantized)

@@ -76,9 +76,11 @@ def dequantize_where_it_is() -> None:
 
 
 def have_capability(major: int, minor: int) -> None:
-    """Be a GPU that quantizes: from 9.0 on with one scale a tensor, from 10.0 on with one for every 32 numbers."""
+    """Be a GPU that quantizes: from 9.0 on with one scale a tensor, from 10.0 on with one for every 32 numbers, or to
+    4 bits."""
     from transformer_engine.pytorch import quantization, utils
 
     fakes.Properties.major, fakes.Properties.minor = major, minor
     utils._get_device_compute_capability.cache_clear()
     quantization._FP8_SUPPORT = quantization._MXFP8_SUPPORT = quantization._FP8_BLOCK_SCALING_SUPPORT = None
+    quantization._NVFP4_SUPPORT = None

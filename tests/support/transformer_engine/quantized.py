@@ -1,5 +1,5 @@
 """Numbers in 8 bits with scales: one for a tensor (Float8Tensor), one for every 32 numbers (MXFP8Tensor), or one for a
-block (`blocks.py`).
+block (`blocks.py`); and in 4 bits (`four_bits.py`).
 
 "Rowwise" data of an MXFP8Tensor has its blocks along the last dimension, "columnwise" data along the first. Their
 scales are powers of two, as bytes with an offset of 127 (OCP Microscaling Formats 1.0, section 5.4.1), padded to whole
@@ -15,6 +15,7 @@ import torch
 from tests.support.transformer_engine.blocks import plain_blocks, quantize_blocks_of_128
 from tests.support.transformer_engine.cpp_module import stands_in
 from tests.support.transformer_engine.enums import TORCH_TYPE
+from tests.support.transformer_engine.four_bits import plain_4_bits, quantize_4_bits
 from tests.support.transformer_engine.numbers import in_8_bits, largest_of, scale_of
 
 __all__ = ["plain"]
@@ -66,6 +67,8 @@ _ARGUMENT = {"_data": "data", "_scale_inv": "fp8_scale_inv", "_transpose": "data
 def _arguments(cls: type, inner: dict[str, torch.Tensor]) -> dict[str, torch.Tensor | None]:
     """What the constructor takes, None for what is not there."""
     names = ["_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv"]
+    if cls.__name__.startswith("NVFP4Tensor"):
+        names += ["_amax_rowwise", "_amax_columnwise"]
     if cls.__name__.startswith("Float8Tensor"):
         names = ["_data", "_scale_inv", "_transpose"]
     return {_ARGUMENT.get(name, name[1:]): inner.get(name) for name in names}
@@ -137,8 +140,11 @@ def quantize(tensor: torch.Tensor, quantizer: Any, out: Any = None, noop_flag: t
         raise NotImplementedError("quantize with a flag that skips it has no stand-in on the CPU")
     if out is None:
         out = create_empty_quantized_tensor(quantizer, tensor.shape, tensor.dtype, torch.device("cpu"), False)
-    kind, rows = TORCH_TYPE[int(quantizer.dtype)], tensor.reshape(-1, tensor.shape[-1])
-    name = type(quantizer).__name__
+    rows, name = tensor.reshape(-1, tensor.shape[-1]), type(quantizer).__name__
+    if name == "NVFP4Quantizer":
+        quantize_4_bits(rows, quantizer, out)
+        return out
+    kind = TORCH_TYPE[int(quantizer.dtype)]
     if name == "MXFP8Quantizer":
         _quantize_mxfp8(rows, kind, out)
     elif name == "Float8BlockQuantizer":
@@ -181,6 +187,8 @@ def plain(tensor: Any, *, columnwise: bool = False) -> torch.Tensor:
     both."""
     if hasattr(tensor, "_is_2D_scaled"):
         return plain_blocks(tensor, columnwise)
+    if hasattr(tensor, "_fp4_dtype"):
+        return plain_4_bits(tensor, columnwise)
     if hasattr(tensor, "_rowwise_data"):
         return _dequantize_mxfp8(tensor, columnwise)
     return _dequantize_float8(tensor, columnwise) if hasattr(tensor, "_fp8_dtype") else tensor
