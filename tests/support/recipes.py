@@ -17,7 +17,7 @@ import re
 import shlex
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from typing import Any
 from megatron.balanced.trainer.checks.megatron import MEGATRON_VERSIONS, check_megatron
 from tests.support.recipe_files import Recipe, read_recipes
 
-__all__ = ["Verdict", "command_line", "markdown", "verdicts"]
+__all__ = ["Verdict", "begin", "command_line", "markdown", "verdicts"]
 
 BALANCERS = ("--balance-experts", "--balance-layers", "--balance-sequences")
 _NAMED = 4  # flags that a line names
@@ -182,7 +182,7 @@ def verdicts(recipes: Sequence[Recipe], also: Sequence[str] = ()) -> dict[str, l
     flags.
     """
     choices: list[list[str]] = [[], *([flag] for flag in (*BALANCERS, *also))]
-    parser = _begin()
+    parser = begin()
     found, jobs = {}, {}
     for recipe in recipes:
         arguments, translated = command_line(recipe, parser)
@@ -206,8 +206,11 @@ def verdicts(recipes: Sequence[Recipe], also: Sequence[str] = ()) -> dict[str, l
     return found
 
 
-def _begin() -> argparse.ArgumentParser:
-    """Import Megatron-LM as a dry run does. Returns the parser of pretrain_gpt.py."""
+def begin(install: Callable[[], None] | None = None) -> argparse.ArgumentParser:
+    """Import Megatron-LM as a dry run does. Returns the parser of pretrain_gpt.py.
+
+    install: called before anything of Megatron-LM is imported.
+    """
     from megatron.balanced.cpu.device import use_cpu
     from megatron.balanced.trainer.dry_run import assume_packages, assume_ranks
 
@@ -215,10 +218,13 @@ def _begin() -> argparse.ArgumentParser:
     for name in _LAUNCHER:
         os.environ.pop(name, None)
     warnings.simplefilter("ignore")
-    if assume_ranks(["--balance-dry-run"]):
-        assume_packages()
-    else:
+    assumes = assume_ranks(["--balance-dry-run"])
+    if not assumes:
         use_cpu()
+    if install is not None:
+        install()
+    if assumes:
+        assume_packages()
     import megatron.balanced.trainer.train  # noqa: F401  so that the forks need not
 
     return _parser()

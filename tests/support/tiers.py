@@ -25,8 +25,8 @@ _FILES = {
     "report": "empty_steps observer ranges",
     "sequences": "data_parallel dealt_steps domain emulated latents packed_documents padding prediction",
     "together": "coordination expert_layouts fuzz kills restarts slow_rank structures subsets",
-    "tools": "cluster emulated full_disk headlines pool prepare_data process published recipe run_lock scripts slurm "
-    "slurm_affinity slurm_cluster slurm_examples threads together",
+    "tools": "bridge_recipes cluster emulated full_disk headlines pool prepare_data process published recipe run_lock "
+    "scripts slurm slurm_affinity slurm_cluster slurm_examples threads together",
     "whatif": "emulated",
 }
 

@@ -102,6 +102,7 @@ TESTED: dict[str, list[Form]] = {
     "benchmarks.headlines": [_tested("--emulated", "tests/tools/test_headlines.py")],
     "benchmarks.sequences.micro_batches": [_tested("--quick --lengths", "tests/sequences/test_micro_batches.py")],
     "benchmarks.sequences.data_parallel": [_tested("", "tests/sequences/test_data_parallel.py")],
+    "tests.support.bridge_recipes": [_tested("", "tests/tools/test_bridge_recipes.py")],
     "tests.support.recipes": [_tested("", "tests/tools/test_recipe.py")],
     "tests.support.limits": [_tested("", "tests/tools/test_support.py")],
     "balancing.doctor": [_tested("", "tests/tools/test_doctor.py")],

@@ -12,7 +12,7 @@ from tests.support import transformer_engine
 from tests.support.packages_apart import add_to_path, why_missing
 from tests.support.stand_ins.absent import stand_in_for
 
-__all__ = ["install"]
+__all__ = ["install", "install_bridge"]
 
 ABSENT = (
     "datasets", "flash_attn", "mbridge", "megatron.energon", "modelopt", "nvidia_resiliency_ext", "pandas", "ray",
@@ -22,10 +22,7 @@ ABSENT = (
 
 def install() -> None:
     """To be called after `use_cpu` and before megatron.core is imported."""
-    transformer_engine.install()
-    add_to_path("megatron_bridge")
-    stand_in_for(*ABSENT)
-    _import_bridge()
+    install_bridge()
     if why_missing("verl", "verl") is None:
         add_to_path("verl")
         # As its entry point has verl do: the tests' Python may have been installed before there was one.
@@ -35,7 +32,11 @@ def install() -> None:
         del os.environ["VERL_ENGINE_VENDOR"]
 
 
-def _import_bridge() -> None:
+def install_bridge() -> None:
+    """As `install`, without verl."""
+    transformer_engine.install()
+    add_to_path("megatron_bridge")
+    stand_in_for(*ABSENT)
     # It adjusts the shapes of messages for distillation, which an empty class would do to all.
     distillation = importlib.import_module("modelopt.torch.distill.plugins.megatron")
     distillation.get_tensor_shapes_adjust_fn_for_distillation = lambda *args, **kwargs: None
