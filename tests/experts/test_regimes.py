@@ -5,8 +5,8 @@ import pytest
 
 from benchmarks.experts.beyond_even import of_forced_balance
 from benchmarks.experts.emulated_workload import Scale, made_up_loads
-from benchmarks.experts.regimes import Cell, bound_of_forced_balance, main, of_exact_search
-from benchmarks.experts.workloads import WORKLOADS, compare, draw
+from benchmarks.experts.regimes import bound_of_forced_balance, of_exact_search
+from benchmarks.experts.workloads import WORKLOADS, draw
 
 
 @pytest.mark.parametrize("cell", [(1, 1), (1, 4), (2, 2), (3, 1)])
@@ -26,19 +26,6 @@ def test_plans_are_near_those_of_an_exact_search(first):
     assert max(found) <= 1 and np.mean(found) >= 0.99
 
 
-def test_a_cell_says_where_another_way_is_better():
-    shares = {"none": 0.5, "whole": 0.95, "in parts": 0.9, "chosen": 0.945}
-    assert Cell(2, 2, {}, shares).kept
-    assert not Cell(2, 2, {}, shares | {"whole": 0.96}).kept
-
-
-def test_bad_cells_are_one_line(capsys):
-    with pytest.raises(SystemExit) as stopped:
-        main(["--cells", "2x"])
-    assert stopped.value.code == 2
-    assert "'2x' is not layers x micro-batches, such as 2x4,4x1" in capsys.readouterr().err.splitlines()[-1]
-
-
 @pytest.mark.parametrize("workload", WORKLOADS)
 def test_workloads_follow_from_name_seed_and_step(workload):
     load = draw(workload, 8, 64, 0, 3)
@@ -49,16 +36,3 @@ def test_workloads_follow_from_name_seed_and_step(workload):
     assert (1.9 < hot < 2.1) == (workload in ("Zipf", "lognormal"))
     assert (served.min() == 0) == (workload[:2] == "W5")
     assert (load.sum(1).max() > 1.5 * load.sum(1).min()) == (workload[:2] == "W4")
-
-
-def test_a_rotating_hotspot_costs_staleness_alone():
-    found = compare("W6 rotating hotspot", 8, 64, 4)
-    assert found["known"][0] < 1.01 < 2 < found["quota"][0] <= found["none"][0]
-    assert compare("W7 burst", 8, 64, 8)["known"][1] < 1.02
-
-
-@pytest.mark.parametrize("workload", ["W1 hot expert set", "Zipf", "lognormal"])
-def test_no_planner_leaves_more_than_none_where_the_hot_set_stays(workload):
-    found = compare(workload, 8, 64, 2)
-    assert found["quota"][0] < 1.01 and found["none"][2] == 0 < found["quota"][2]
-    assert all(found["quota"][0] <= found[peer][0] <= found["none"][0] for peer in ("shadow", "prophet", "eplb"))

@@ -2,28 +2,24 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
 from balancing.kernels.base import CPU, Pieces
-from balancing.sequences import limit_seconds, plan_sequences, step_cost
+from balancing.sequences import limit_seconds, plan_sequences
 from balancing.sequences.cost import kv_bytes, linear_seconds, tile_area
 from balancing.sequences.engine.compiler import compile_rank
 from balancing.sequences.engine.program import Compute
 from benchmarks.emulated import device as emulated_device
 from benchmarks.emulated.device import Device
-from benchmarks.sequences.emulated import RoutingRow, Row, make_routing_row, make_rows, measure, targets
+from benchmarks.sequences.emulated import make_routing_row, make_rows, measure
 from benchmarks.sequences.emulated_rank import Job, Rounds, ZeroScores
 from benchmarks.sequences.emulated_workload import (
-    CONTEXT_METHODS,
-    DATA_METHODS,
     METHODS,
     SHAPES,
     Scale,
     host_seconds,
     make_case,
-    predicted_seconds,
     tile_pairs,
 )
 from tests.support.patience import PATIENCE
@@ -133,52 +129,3 @@ def test_the_host_runs_ahead_of_the_device(monkeypatch, host, device):
             emulated.run(device)
         assert timer.now - began == pytest.approx(9 * max(host, device) + host + device, abs=0.004)
         emulated.finish()
-
-
-def test_predictions_know_what_the_host_takes():
-    free, scale = Scale(2, 8, 20.0), Scale(2, 8, 20.0, host=True)
-    methods = [METHODS["ring"], METHODS["chunks"]]
-    case = make_case(scale.cluster, "GQA 8:1", "prolong", 0, methods, tokens=128)
-    seconds = {name: predicted_seconds(case, METHODS[name], scale.cluster) for name in case.parts}
-    without = {name: predicted_seconds(case, METHODS[name], free.cluster) for name in case.parts}
-    assert seconds["chunks"] > without["chunks"]
-    assert seconds["ring"] == pytest.approx(without["ring"], rel=0.02), "what a peer's operations cost is not known"
-    cluster = scale.cluster
-    (plan,) = case.parts["chunks"]
-    attention = sum(host_seconds(plan, cluster, kv_bytes(SHAPES["GQA 8:1"])))
-    least = SHAPES["GQA 8:1"].layers * (attention + 75 * cluster.host_seconds)
-    assert seconds["chunks"] == pytest.approx(least) and step_cost(plan, cluster, SHAPES["GQA 8:1"]).device < least
-
-
-def test_predictions_know_what_is_switched_off():
-    scale = Scale(2, 8, 20.0)
-    case = make_case(scale.cluster, "MHA", "prolong", 0, [METHODS[name] for name in CONTEXT_METHODS])
-    seconds = {name: predicted_seconds(case, METHODS[name], scale.cluster) for name in case.parts}
-    assert seconds["chunks"] == min(seconds.values())
-    assert seconds["ring + routing"] < seconds["ring"]
-    assert seconds["zones"] < seconds["zones, not remapped"] < seconds["zones: engine only"] < seconds["ring"]
-    (unmapped,) = case.parts["zones, not remapped"]
-    np.testing.assert_array_equal(unmapped.linear_tokens, unmapped.tokens)
-
-
-def test_tokens_stay_where_their_sample_was_drawn():
-    scale = Scale(2, 8, 20.0)
-    case = make_case(scale.cluster, "GQA 8:1", "mix", 0, [METHODS[name] for name in DATA_METHODS])
-    (drawn,), (travels,), (moved,) = (case.parts[name] for name in DATA_METHODS)
-    assert drawn.attention == drawn.linear == travels.linear != moved.linear
-    for plan in (travels, moved):
-        assert plan.area.max() < 1.05 * plan.area.mean() < drawn.area.max()
-    seconds = [predicted_seconds(case, METHODS[name], scale.cluster) for name in DATA_METHODS]
-    assert seconds == sorted(seconds, reverse=True)
-
-
-def test_targets_are_missed_by_what_is_too_slow():
-    def row(method: str, seconds: float) -> Row:
-        return Row("2 x 8", "MHA", "prolong", method, seconds, 6.0 / seconds, seconds, seconds, 0.0, 1)
-
-    def met(*rows: Row, gain: float = 3.3) -> list[bool]:
-        return [each for *_, each in targets(rows, [RoutingRow("2 x 8", 4, gain, 1.0)])]
-
-    assert met(row("ring", 6.0), row("zones", 1.2), row("chunks", 1.1)) == [True, True, True]
-    assert met(row("ring", 6.0), row("zones", 1.0), row("chunks", 1.1)) == [True, False, True]
-    assert met(row("ring", 6.0), row("chunks", 2.5), gain=3.1) == [False, True, False]
