@@ -185,8 +185,8 @@ class ReplicaPlanner:
         plan.last = iteration
         if not due and not plan.arrived:
             return Planned(None, drift, time.perf_counter() - begin)
-        plan.arrived = False
-        tables = self._place(layer, plan.history.predict(), overlap, served, float(plan.history.error()))
+        keep, plan.arrived = None if plan.arrived else plan.placed, False
+        tables = self._place(layer, plan.history.predict(), overlap, served, float(plan.history.error()), keep)
         return Planned(tables, drift, time.perf_counter() - begin)
 
     def place_known(self, layer: BalancedMoELayer, loads: list[Any], overlap: Overlap) -> SplitTables:
@@ -197,13 +197,24 @@ class ReplicaPlanner:
         overlap: the compute that its transfers overlap.
         """
         load = np.rint(np.mean(loads, axis=0)).astype(np.int64)
-        return self._place(layer, load, overlap, self._micro_batches_served())
+        tables = self._place(layer, load, overlap, self._micro_batches_served())
+        assert tables is not None
+        return tables
 
     @named("plan of replicas")
     def _place(
-        self, layer: BalancedMoELayer, load: np.ndarray, overlap: Overlap, served: int, drift: float = 0.0
-    ) -> SplitTables:
-        """Plan for a load [source_rank, expert] that is expected to drift. served: micro-batches of one transfer."""
+        self,
+        layer: BalancedMoELayer,
+        load: np.ndarray,
+        overlap: Overlap,
+        served: int,
+        drift: float = 0.0,
+        keep: ReplicaPlacement | None = None,
+    ) -> SplitTables | None:
+        """Plan for a load [source_rank, expert] that is expected to drift. None if `keep` stays.
+
+        served: micro-batches of one transfer. keep: the placement in force.
+        """
         costs: dict[str, Any] = {}
         if self._machine is not None:
             hidden = overlap.attention_layers * _attention_seconds(self._job, self._model, self._machine)
@@ -217,8 +228,11 @@ class ReplicaPlanner:
             method=config.planner,
             drift=drift,
             min_gain=config.min_gain,
+            keep=keep,
             **costs,
         )
+        if placement == keep:
+            return None
         tables = alone if placement.replicas == 0 else SplitTables(placement, alone.device)
         tables.placement.digest()  # computed here, and kept
         return tables
