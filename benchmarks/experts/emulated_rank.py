@@ -43,6 +43,7 @@ class Variant:
     planned: name of the placements that it uses; None for Megatron's own layer.
     even: whether tokens are spread equally over experts, whatever was recorded.
     slots: number of slots of a rank.
+    late: number of its late slots.
     overlap: whether transfers overlap compute.
     shared: whether layers share slots.
     posting: "whole"; "parts", when compute begins, which leaves the links to exchanges of tokens; or "chosen": in
@@ -53,6 +54,7 @@ class Variant:
     planned: str | None = None
     even: bool = False
     slots: int = ExpertConfig().replica_slots
+    late: int = 0
     overlap: bool = True
     shared: bool = False
     posting: str = "chosen"
@@ -140,12 +142,15 @@ class _Model:
         self.layers: list[Any] = [MoELayer(config, parts, number + 1, groups) for number in range(job["layers"])]
         if variant.planned is not None:
             for layer in self.layers:
-                balance_layer(layer, variant.slots)
+                balance_layer(layer, variant.slots, variant.late)
         self.slots: Any = None
+        self.late: Any = None
         for weight in self._home_weights():
             weight.main_grad, weight.tokens = torch.zeros_like(weight, dtype=torch.float32), 0
         if variant.planned is not None:
             self.slots = _slots(self.layers, variant, groups.transfers, float(job["expert_share"]))
+        if variant.late:
+            self.late = _late_slots(self.layers, variant, groups.late)
 
     def _home_weights(self) -> list[Any]:
         return [expert.weight for layer in self.layers for expert in layer.experts.local_experts]
@@ -163,13 +168,14 @@ class _Model:
                 layer.loads.clear()
                 layer.served.clear()
                 layer.place(placement)
-            self.slots.begin_step(placements, len(routing))
+            for slots in filter(None, (self.slots, self.late)):
+                slots.begin_step(placements, len(routing))
         for maps in routing:
             output = self._forward(hidden.clone().requires_grad_(), maps)
             assert torch.equal(output, hidden), "tokens did not come back as they left"
             output.sum().backward()
-        if self.slots is not None:
-            self.slots.end_step()
+        for slots in filter(None, (self.slots, self.late)):
+            slots.end_step()
         span = torch.tensor([-begin, time.perf_counter()], dtype=torch.float64)  # one clock for all ranks of a machine
         dist.all_reduce(span, op=dist.ReduceOp.MAX)
         return float(span.sum())
@@ -210,7 +216,7 @@ def _experts(local: list[_Expert], config: Any) -> torch.nn.Module:
 
 
 def _slots(layers: Sequence[Any], variant: Variant, group: Any, expert_share: float) -> Any:
-    from balancing.experts.engine.slots import HomeExperts, ReplicaSlots
+    from balancing.experts.engine.slots import ReplicaSlots
 
     class Exposed(ReplicaSlots):
         """Slots without overlap: every transfer is waited for where it starts."""
@@ -232,10 +238,9 @@ def _slots(layers: Sequence[Any], variant: Variant, group: Any, expert_share: fl
         def _gradient_shares(self, number: int) -> Sequence[float]:
             return super()._gradient_shares(number) if number else (0.0, 1.0)
 
-    homes = [[list(expert.parameters()) for expert in layer.experts.local_experts] for layer in layers]
     kind = (InParts if variant.posting == "parts" else ReplicaSlots) if variant.overlap else Exposed
     slots = kind(
-        HomeExperts(homes, gradient=lambda weight: weight.main_grad),
+        _homes(layers),
         variant.slots,
         group,
         shared=variant.shared,
@@ -244,6 +249,22 @@ def _slots(layers: Sequence[Any], variant: Variant, group: Any, expert_share: fl
     for position, layer in enumerate(layers):
         layer.experts.slots, layer.experts.position = slots, position
     return slots
+
+
+def _late_slots(layers: Sequence[Any], variant: Variant, group: Any) -> Any:
+    from balancing.experts.engine.late_slots import LateSlots
+
+    slots = LateSlots(_homes(layers), variant.late, group)
+    for layer in layers:
+        layer.experts.late_slots = slots
+    return slots
+
+
+def _homes(layers: Sequence[Any]) -> Any:
+    from balancing.experts.engine.slots import HomeExperts
+
+    homes = [[list(expert.parameters()) for expert in layer.experts.local_experts] for layer in layers]
+    return HomeExperts(homes, gradient=lambda weight: weight.main_grad)
 
 
 def _config(job: dict[str, Any]) -> Any:
@@ -271,7 +292,8 @@ def _groups() -> Any:
         alone = dist.new_group([rank], timeout=_TIMEOUT)
         if rank == dist.get_rank():
             groups.tp = groups.expt_tp = groups.cp = groups.tp_cp = alone
-    groups.transfers = dist.new_group(list(range(dist.get_world_size())), timeout=_TIMEOUT)
+    everyone = list(range(dist.get_world_size()))
+    groups.transfers, groups.late = (dist.new_group(everyone, timeout=_TIMEOUT) for _ in range(2))
     return groups
 
 
