@@ -120,7 +120,8 @@ class PlacedSplit:
         placed, tokens = LateCopies(self._splitter, permille, least).split(counts)
         expert, order, *ends = self._tables.indices if placed is place else _indices(placed)
         found = tokens, _tokens_before(tokens, order, np.concatenate(ends)), expert, placed.late
-        return LateSplit(*(found if self._device is None else (upload(part, self._device) for part in found)))
+        device = self._device
+        return LateSplit(*(found if device is None else [upload(np.ascontiguousarray(part), device) for part in found]))
 
     def tokens_before(self, served: Any) -> Any:
         """For each instance, the tokens of lower-numbered instances of the same logical expert: int [.., physical].
@@ -140,8 +141,8 @@ def _indices(placement: ReplicaPlacement) -> np.ndarray:
 
 def _tokens_before(served: Any, order: Any, ends: Any) -> Any:
     """`PlacedSplit.tokens_before`. order, ends: of `_indices`, the last two rows one after the other."""
-    if isinstance(served, np.ndarray):
-        tokens = served.take(order, -1)
+    if isinstance(order, np.ndarray):
+        tokens: Any = served.take(order, -1)
         ends = (tokens.cumsum(-1) - tokens).take(ends, -1)
     else:
         tokens = served.index_select(-1, order)
