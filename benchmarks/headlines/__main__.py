@@ -49,10 +49,9 @@ from benchmarks.baselines.sequences import plan_sequences
 from benchmarks.emulated import RankFailed, RunTimeout
 from benchmarks.experts import emulated as experts_emulated
 from benchmarks.experts import taot
-from benchmarks.experts.beyond_even import modelled_seconds
 from benchmarks.experts.emulated_workload import Loads, Scale, made_up_loads, recorded_loads, scaled_load
+from benchmarks.experts.modelled import bound_of_forced_balance, modelled_seconds
 from benchmarks.experts.plans import made_up_run, replay
-from benchmarks.experts.regimes import bound_of_forced_balance
 from benchmarks.experts.synthetic import zipf_popularity
 from benchmarks.headlines.data import SKEW, TABLE_IV, TAOT_LEFT
 from benchmarks.headlines.table import Row, table

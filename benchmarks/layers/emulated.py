@@ -22,8 +22,8 @@ import numpy as np
 
 from balancing.files import write_text
 from balancing.layers import LayerSeconds, StagePlan, plan_stages, refine_plan
+from balancing.layers.simulated_fill import simulate_fill
 from benchmarks.emulated import EmulatedCluster, RankFailed, RunTimeout
-from benchmarks.layers.fill import filled_step
 from benchmarks.layers.traces import TRACES, trace
 
 __all__ = ["Row", "main", "measure", "run_pipelines", "slowed"]
@@ -110,7 +110,7 @@ def run_pipelines(stages: int, pipelines: list[dict[str, Any]]) -> list[float]:
 
 def _simulated(cost: LayerSeconds, plan: StagePlan, share: float) -> float:
     if share:
-        return filled_step(cost, plan, share, _MICRO_BATCHES).step_time
+        return simulate_fill(cost.split_passes(plan, share), _MICRO_BATCHES).step_time
     return cost.simulate(plan, _MICRO_BATCHES).step_time
 
 
