@@ -1,6 +1,6 @@
 """Calibration of the emulated cluster: measured times against computed ones.
 
-    python -m benchmarks.emulated.calibration [--quick] [--json FILE] [--figure FILE.png]
+    python -m benchmarks.emulated.calibration [--quick] [--json FILE]
 
 - Megatron's own 1F1B schedule over gloo with paced stages, all equal: (m + P - 1) t. Within 5 %.
 - The same with one stage twice as slow, and the interleaved schedule with unequal chunks: the exact simulation of
@@ -29,7 +29,6 @@ from balancing.pipeline import Schedule, simulate_schedule
 from benchmarks.emulated import EmulatedCluster, RankFailed, RunTimeout
 from benchmarks.emulated.device import Device
 from benchmarks.emulated.rate import format_rate, parse_rate
-from benchmarks.figure_file import save_figure
 
 __all__ = ["Row", "main", "pipelines", "transfers"]
 
@@ -198,33 +197,6 @@ def _print(rows: Sequence[Row]) -> None:
         print(f"{row.name:{width}}  {row.method:12}  {times}  {bounds}")
 
 
-def _draw(rows: Sequence[Row], path: str) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    shown = [row for row in rows if row.low > 0]
-    free = [row for row in rows if row.low == 0]
-    figure, axes = plt.subplots(figsize=(9, 1.4 + 0.34 * len(shown)), layout="constrained")
-    for place, row in enumerate(shown):
-        axes.barh(place, row.high - row.low, left=row.low, height=0.6, color="#dbe7f3", zorder=1)
-        axes.plot(row.ratio, place, "o", color="#1f5a99" if row.within else "#c0392b", zorder=3)
-        axes.annotate(f"{row.ratio:.3f}", (row.ratio, place), (7, 0), textcoords="offset points", va="center", size=8)
-    axes.axvline(1, color="0.35", linewidth=1, zorder=2)
-    axes.set_yticks(range(len(shown)), [row.name for row in shown])
-    axes.invert_yaxis()
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.tick_params(axis="y", length=0)
-    axes.set_xlabel("measured time / expected time (the band is what is allowed)")
-    axes.set_title("The emulated cluster against arithmetic", loc="left")
-    if free:
-        text = ", ".join(f"{row.ratio:.3f} ({row.name.rpartition(', ')[2]})" for row in free)
-        figure.supxlabel(f"Within a node, against the time over a NIC: {text}", size=8, color="0.35", x=0.01, ha="left")
-    save_figure(figure, path)
-    plt.close(figure)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     parser = argparse.ArgumentParser(
@@ -233,7 +205,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--quick", action="store_true", help="8 ranks, fewer cases, fewer repeats; under a minute")
     parser.add_argument("--json", metavar="FILE", help="write the rows to FILE")
-    parser.add_argument("--figure", metavar="FILE", help="draw the ratios into FILE, in the format of its suffix")
     options = parser.parse_args(arguments)
     load = os.getloadavg()[0]
     print(f"{os.cpu_count()} cores, load {load:.1f} before the start; emulated cluster on the CPU", flush=True)
@@ -249,8 +220,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         table = [asdict(row) | {"ratio": row.ratio, "within": row.within} for row in rows]
         write_text(options.json, json.dumps({"load": load, "rows": table}, indent=1) + "\n")
-    if options.figure:
-        _draw(rows, options.figure)
     return 0 if all(row.within for row in rows) else 1
 
 

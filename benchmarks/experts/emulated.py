@@ -1,6 +1,6 @@
 """Step time with hot experts on an emulated cluster, by planner, against forced balance.
 
-    python -m benchmarks.experts.emulated [--quick] [--trace FILE] [--ranks 8|16] [--json FILE] [--figure FILE.png]
+    python -m benchmarks.experts.emulated [--quick] [--trace FILE] [--ranks 8|16] [--json FILE]
     python -m benchmarks.experts.emulated --ranks 16 --micro-batches 8     # beyond even routing
 
 Each step has four layers of attention and experts and four micro-batches (--micro-batches: that many, with few
@@ -46,7 +46,6 @@ from benchmarks.emulated import EmulatedCluster, RankFailed, RunTimeout
 from benchmarks.emulated.rate import format_rate
 from benchmarks.experts.emulated_rank import Variant
 from benchmarks.experts.emulated_workload import HIDDEN, SHAPE, TOP_K, Loads, Scale, made_up_loads, recorded_loads
-from benchmarks.figure_file import save_figure
 
 __all__ = ["CEILING", "EXPERT_SECONDS", "VARIANTS", "Row", "measure", "measure_all"]
 
@@ -289,39 +288,6 @@ def _print_targets(rows: Sequence[Row], micro_batches: int | None) -> None:
         print(f"  {'met   ' if met else 'MISSED'}  {text}: {value}")
 
 
-def _draw(rows: Sequence[Row], about: str, path: str) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    numbers = sorted({row.ranks for row in rows})
-    shown = [row for row in rows if row.method not in (CEILING, "quota on even load")]
-    height = 1.3 + 0.3 * len(shown) / len(numbers)
-    figure, panels = plt.subplots(1, len(numbers), figsize=(5.2 * len(numbers), height), squeeze=False, sharey=True)
-    for ranks, axes in zip(numbers, panels[0], strict=True):
-        own = [row for row in shown if row.ranks == ranks]
-        ceiling = next(row.seconds for row in rows if row.ranks == ranks and row.method == CEILING)
-        for place, row in enumerate(own):
-            color = "#1f5a99" if row.method == "quota" else "#9db8d6" if row.method.startswith("quota") else "#b9bcc2"
-            axes.barh(place, row.seconds, height=0.66, color=color, zorder=2)
-            label = f"{row.seconds:.2f} s, {row.of_ceiling:.0%} of the limit"
-            axes.annotate(label, (row.seconds, place), (4, 0), textcoords="offset points", va="center", size=8)
-        axes.axvline(ceiling, color="#c0392b", linewidth=1.2, zorder=3)
-        axes.annotate("forced balance", (ceiling, -0.62), (3, 0), textcoords="offset points", color="#c0392b", size=8)
-        axes.set_yticks(range(len(own)), [row.method for row in own])
-        axes.set_ylim(len(own) - 0.5, -1)
-        axes.set_xlim(0, 1.45 * max(row.seconds for row in own))
-        axes.set_title(f"{ranks} ranks on two nodes", loc="left", size=10)
-        axes.set_xlabel("seconds of a step (emulated)")
-        axes.spines[["top", "right", "left"]].set_visible(False)
-        axes.tick_params(axis="y", length=0)
-    figure.suptitle(f"Step time with hot experts, {about}", x=0.01, ha="left", size=11)
-    figure.tight_layout()
-    save_figure(figure, path)
-    plt.close(figure)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.experts.emulated",
@@ -335,7 +301,6 @@ def _parser() -> argparse.ArgumentParser:
         help="micro-batches of a step: 1, 2, 4, 8 or 16; with few methods",
     )  # fmt: skip
     parser.add_argument("--json", metavar="FILE", help="write the rows to FILE")
-    parser.add_argument("--figure", metavar="FILE", help="draw the step times into FILE, in the format of its suffix")
     return parser
 
 
@@ -378,8 +343,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "rows": [asdict(row) for row in rows],
         }
         write_text(options.json, json.dumps(content, indent=1) + "\n")
-    if options.figure:
-        _draw(rows, f"{about}, emulated", options.figure)
     return 0
 
 

@@ -1,6 +1,6 @@
 """Gain and cost of planners of layers during the training of six kinds of dynamic models.
 
-    python -m benchmarks.layers.plans [--quick] [--json FILE] [--figure FILE.png]
+    python -m benchmarks.layers.plans [--quick] [--json FILE]
     python -m benchmarks.layers.plans --trace benchmarks/traces/*.npz
 
 - Training: a run of each of DynMo's six cases on 8 stages, 32 and 48 layers, 32 micro-batches, 4000 iterations of which
@@ -395,7 +395,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, nargs="+", metavar="N", help="numbers of layers (default: 32 48)")
     parser.add_argument("--trace", type=Path, nargs="+", metavar="FILE", help="only replay these recordings")
     parser.add_argument("--json", metavar="FILE", help="write the rows to FILE")
-    parser.add_argument("--figure", metavar="FILE", help="draw the speedups into FILE, in the format of its suffix")
     options = parser.parse_args(arguments)
     load = os.getloadavg()[0]
     iterations = 800 if options.quick else 4000
@@ -413,10 +412,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.json:
             table = [asdict(row) for row in rows]
             write_text(options.json, json.dumps({"load": load, "rows": table}, indent=1) + "\n")
-        if options.figure:
-            from benchmarks.layers.figure import draw  # matplotlib takes a while to import
-
-            draw([asdict(row) for row in rows], Path(options.figure))
     except (ValueError, OSError) as error:
         print(f"layers: {error}", file=sys.stderr)
         return 2

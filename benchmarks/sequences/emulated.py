@@ -1,7 +1,6 @@
 """Step time with documents of very different length, by method and beside the physical limit; emulated.
 
-    python -m benchmarks.sequences.emulated [--quick] [--cluster "2 x 8"|"4 x 4"] [--samples] [--host-free]
-                                            [--json FILE] [--figure FILE.png]
+    python -m benchmarks.sequences.emulated [--quick] [--cluster "2 x 8"|"4 x 4"] [--samples] [--host-free] ...
 
 One layer, forward and backward, of one micro-batch with 4k tokens a rank (Zeppelin's regime), on 16 processes of an
 emulated cluster with fewer NICs than ranks. Keys, values, gradients and remapped tokens really move, through
@@ -49,7 +48,6 @@ from balancing.files import write_text
 from balancing.sequences import limit_seconds
 from benchmarks.emulated import EmulatedCluster, RankFailed, RunTimeout
 from benchmarks.emulated.rate import format_rate
-from benchmarks.figure_file import save_figure
 from benchmarks.sequences.emulated_rank import Job, Rounds
 from benchmarks.sequences.emulated_workload import (
     CLUSTERS,
@@ -271,42 +269,6 @@ def _others(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row.method != "chunks"]
 
 
-def _draw(rows: Sequence[Row], path: str) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    models = list(dict.fromkeys(row.model for row in rows))
-    methods = list(dict.fromkeys(row.method for row in rows))
-    figure, panels = plt.subplots(
-        1, len(models), figsize=(5.4 * len(models), 1.4 + 0.34 * len(methods)), squeeze=False, sharey=True
-    )
-    for model, axes in zip(models, panels[0], strict=True):
-        means = {
-            method: float(np.mean([row.to_limit for row in rows if (row.model, row.method) == (model, method)]))
-            for method in methods
-        }
-        for place, (method, mean) in enumerate(means.items()):
-            color = "#1f5a99" if method == "chunks" else "#b9bcc2" if METHODS[method].peer else "#9db8d6"
-            axes.barh(place, mean, height=0.66, color=color, zorder=2)
-            axes.annotate(f"{mean:.2f}", (mean, place), (4, 0), textcoords="offset points", va="center", size=8)
-        axes.axvline(1, color="#c0392b", linewidth=1.2, zorder=3)
-        axes.annotate("limit", (1, -0.62), (3, 0), textcoords="offset points", color="#c0392b", size=8)
-        axes.set_yticks(range(len(methods)), methods)
-        axes.set_ylim(len(methods) - 0.5, -1)
-        axes.set_xlim(0, 1.15 * max(means.values()))
-        axes.set_title(model, loc="left", size=10)
-        axes.set_xlabel("step time / physical limit (emulated)")
-        axes.spines[["top", "right", "left"]].set_visible(False)
-        axes.tick_params(axis="y", length=0)
-    clusters = " and ".join(dict.fromkeys(row.cluster for row in rows))
-    figure.suptitle(f"Step time with documents of very different length, {clusters} A800s", x=0.01, ha="left", size=11)
-    figure.tight_layout()
-    save_figure(figure, path)
-    plt.close(figure)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.sequences.emulated",
@@ -319,7 +281,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--samples", action="store_true", help="data-parallel ranks, each with a sample of 32k tokens")
     parser.add_argument("--host-free", action="store_true", help="operations of the engine cost the host nothing")
     parser.add_argument("--json", metavar="FILE", help="write the rows to FILE")
-    parser.add_argument("--figure", metavar="FILE", help="draw the step times into FILE, in the format of its suffix")
     return parser
 
 
@@ -374,8 +335,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "routing": [asdict(row) | {"gain": row.gain} for row in routing],
         }
         write_text(options.json, json.dumps(content, indent=1) + "\n")
-    if options.figure:
-        _draw(rows, options.figure)
     return 0 if all(met for *_, met in checks) else 1
 
 

@@ -17,7 +17,7 @@ from balancing.experts import contiguous_homes, plan_replicas, split_tokens
 from balancing.experts.config import ExpertConfig
 from balancing.layers import plan_stages
 from balancing.sequences import AttentionShape, causal_area, plan_sequences
-from benchmarks.figure_file import save_figure
+from benchmarks.figure import save_figure
 
 RANKS = 4
 DOCUMENTS = [[12000], [6000, 6000], [4000] * 3, [2000] * 6]  # of each rank, as sampled
