@@ -1,11 +1,10 @@
 """Cost of observation: the share of a step that `--balance-report` takes.
 
-    python -m benchmarks.observation [--quick] [--in-parts] [--json FILE]
+    python -m benchmarks.observation [--quick] [--json FILE]
 
 One training run on four gloo ranks (pipeline parallel 2, expert parallel 2) observes every second step. Each observed
 step is compared with the next one, which is not observed, so that drift of the machine's speed cancels. CPU time is
-that of the ranks' training threads alone, so other processes do not disturb it. Target: at most 1 %. With --in-parts
-the layers of two micro-batches run in parts, alternately (--overlap-moe-expert-parallel-comm), and each part is timed.
+that of the ranks' training threads alone, so other processes do not disturb it. Target: at most 1 %.
 """
 
 import argparse
@@ -31,14 +30,13 @@ MODEL = (
     "--lr 1e-3 --eval-interval 100000 --eval-iters 0 --log-interval 10 --num-workers 0 --mock-data "
     "--tokenizer-type NullTokenizer --vocab-size 255 --distributed-timeout-minutes 5"
 ).split()
-IN_PARTS = "--num-virtual-stages-per-pipeline-rank 2 --overlap-moe-expert-parallel-comm".split()
 
 
-def _train(steps: int, report: str, figures: Path, more: list[str]) -> None:
+def _train(steps: int, report: str, figures: Path) -> None:
     """One rank: train with the observer asleep in every second step, and keep the times of all steps."""
     from megatron.balanced.trainer.arguments import parse_arguments
 
-    args, config = parse_arguments([*MODEL, *more, "--train-iters", str(steps), "--balance-report", report])
+    args, config = parse_arguments([*MODEL, "--train-iters", str(steps), "--balance-report", report])
 
     from megatron.training import training
 
@@ -66,12 +64,11 @@ def _train(steps: int, report: str, figures: Path, more: list[str]) -> None:
     (figures / f"{args.rank}.json").write_text(json.dumps(times))
 
 
-def measure(steps: int, in_parts: bool = False) -> list[dict[str, Any]]:
+def measure(steps: int) -> list[dict[str, Any]]:
     """Rows of the table: CPU and wall-clock time of a watched step over an unwatched one, for each rank."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
         command += ["-m", "benchmarks.observation", "--rank-of", folder, "--steps", str(steps)]
-        command += ["--in-parts"] if in_parts else []
         log = Path(folder) / "log"
         with log.open("wb") as output:
             environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -95,17 +92,16 @@ def measure(steps: int, in_parts: bool = False) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer steps, noisier figures")
-    parser.add_argument("--in-parts", action="store_true", help="with --overlap-moe-expert-parallel-comm")
     parser.add_argument("--json", metavar="FILE", help="also write the rows to FILE")
     parser.add_argument("--rank-of", metavar="FOLDER", help=argparse.SUPPRESS)
     parser.add_argument("--steps", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank_of:
         folder = Path(options.rank_of)
-        _train(options.steps, str(folder / "report"), folder, IN_PARTS if options.in_parts else [])
+        _train(options.steps, str(folder / "report"), folder)
         return
     print("training on four ranks, every second step watched ...", flush=True)
-    rows = measure(24 if options.quick else 104, options.in_parts)
+    rows = measure(24 if options.quick else 104)
     print(f"{'rank':>4} {'pairs':>5} {'step, ms':>9} {'CPU, ms':>8} {'wall ratio':>10} {'CPU ratio':>9}")
     for row in rows:
         print(

@@ -20,8 +20,7 @@ Not to scale: bandwidth within a node is not limited, transfers there cost CPU t
 work; a NIC passes the first 2 ms of a burst at once. Since ranks share cores, the host's work would weigh too much;
 compute is slowed down until the work of a rank weighs about as much as with a core of its own (`EXPERT_SECONDS`).
 
-Takes about 20 minutes on two idle cores, half of it for 8 ranks, where variants of quota are compared; with --quick one
-minute.
+Takes about 20 minutes on two idle cores, with --quick one minute.
 """
 
 import argparse
@@ -60,14 +59,12 @@ CEILING = "forced balance"
 class _Plan:
     """How placements are made.
 
-    knows: "balance" alone, or costs too, with transfers "exposed" (Eq. 6) or "hidden" (Eq. 8). micro_batches: how many
-    one transfer serves, None for all of an iteration. even: from even loads.
+    knows: "balance" alone, or costs too, with transfers "exposed" (Eq. 6) or "hidden" (Eq. 8). even: from even loads.
     """
 
     method: Any
     slots: int = ExpertConfig().replica_slots
     knows: str = "hidden"
-    micro_batches: int | None = None
     even: bool = False
 
 
@@ -79,9 +76,6 @@ _PLANS = {
     "eplb": _Plan("eplb", knows="balance"),
     "eplb 8": _Plan("eplb", slots=8, knows="balance"),
     "quota": _Plan("quota"),
-    "quota shared": _Plan("quota", micro_batches=1),
-    "quota balance": _Plan("quota", knows="balance"),
-    "quota uncoupled": _Plan("quota", knows="exposed"),
     "quota even": _Plan("quota", even=True),
 }
 VARIANTS = {
@@ -97,22 +91,15 @@ VARIANTS = {
         Variant("eplb", "eplb"),
         Variant("eplb, 8 slots", "eplb 8", slots=8),
         Variant("quota", "quota"),
-        Variant("quota, shared slots", "quota shared", shared=True),
-        Variant("quota, costs unknown", "quota balance"),
         Variant("quota, whole transfers", "quota", posting="whole"),
         Variant("quota, transfers in parts", "quota", posting="parts"),
-        Variant("quota: planner only", "quota uncoupled", overlap=False),
-        Variant("quota: + scheduler", "quota uncoupled"),
     )
 }
 _QUICK = (CEILING, "none", "shadow", "prophet", "eplb", "quota")
 _MOST_RANKS = (CEILING, "quota on even load", *_QUICK[1:])  # variants of quota run on 8 ranks only
 _BEYOND = (CEILING, "none", "quota", "quota, whole transfers")
 _NOTES = {
-    "quota: planner only": "transfers exposed",
-    "quota: + scheduler": "transfers overlapped; quota itself is this + coupling",
     "quota on even load": "overhead where nothing is to gain",
-    "quota, costs unknown": "without --cluster",
     "quota, whole transfers": "also beside exchanges of tokens",
     "quota, transfers in parts": "also the gradients of the first layer",
 }
@@ -156,7 +143,7 @@ def _placements(plan: _Plan, loads: Loads, scale: Scale) -> tuple[np.ndarray, np
         placed = []
         for load in np.rint(step.mean(2) * scale.tokens).astype(np.int64).swapaxes(0, 1):
             if plan.knows != "balance":
-                window = TransferWindow(hidden, not placed, plan.micro_batches or before.shape[3])
+                window = TransferWindow(hidden, not placed, before.shape[3])
                 costs = {"shape": SHAPE, "window": window}
             each = plan_replicas(load, scale.cluster, slots=plan.slots, method=plan.method, **gate, **costs)
             split = each.split if each.replicas else split

@@ -43,8 +43,6 @@ class Variant:
     planned: name of the placements that it uses; None for Megatron's own layer.
     even: whether tokens are spread equally over experts, whatever was recorded.
     slots: number of slots of a rank.
-    overlap: whether transfers overlap compute.
-    shared: whether layers share slots.
     posting: "whole"; "parts", when compute begins, which leaves the links to exchanges of tokens; or "chosen": in
         parts, but the first layer's gradients whole.
     """
@@ -53,8 +51,6 @@ class Variant:
     planned: str | None = None
     even: bool = False
     slots: int = ExpertConfig().replica_slots
-    overlap: bool = True
-    shared: bool = False
     posting: str = "chosen"
 
 
@@ -189,7 +185,7 @@ class _Model:
                 # A replica's gradient is rounded to bfloat16 before it is added.
                 gradient = weight.main_grad + weight.tokens
                 torch.testing.assert_close(gradient, torch.full_like(gradient, tokens), rtol=0.01, atol=0.1)
-            if self.slots is not None and not self.variant.shared:
+            if self.slots is not None:
                 for expert, leaves in zip(
                     placements[number].slots_of(dist.get_rank()), self.slots.leaves(number), strict=True
                 ):
@@ -212,20 +208,6 @@ def _experts(local: list[_Expert], config: Any) -> torch.nn.Module:
 def _slots(layers: Sequence[Any], variant: Variant, group: Any, expert_share: float) -> Any:
     from balancing.experts.engine.slots import HomeExperts, ReplicaSlots
 
-    class Exposed(ReplicaSlots):
-        """Slots without overlap: every transfer is waited for where it starts."""
-
-        def begin_step(self, placements: Sequence[Any], micro_batches: int) -> None:
-            super().begin_step(placements, micro_batches)
-            self.acquire(0, forward=True)
-
-        def _prefetch_after(self, layer: int, forward: bool) -> None:
-            """Do not send weights ahead."""
-
-        def accumulate_gradients(self, layer: int) -> None:
-            super().accumulate_gradients(layer)
-            self._finish_reduction(layer)
-
     class InParts(ReplicaSlots):
         """Slots that post also the gradients of the first layer when compute begins."""
 
@@ -233,13 +215,12 @@ def _slots(layers: Sequence[Any], variant: Variant, group: Any, expert_share: fl
             return super()._gradient_shares(number) if number else (0.0, 1.0)
 
     homes = [[list(expert.parameters()) for expert in layer.experts.local_experts] for layer in layers]
-    kind = (InParts if variant.posting == "parts" else ReplicaSlots) if variant.overlap else Exposed
-    slots = kind(
+    slots = (InParts if variant.posting == "parts" else ReplicaSlots)(
         HomeExperts(homes, gradient=lambda weight: weight.main_grad),
         variant.slots,
         group,
-        shared=variant.shared,
-        expert_share=expert_share if variant.posting != "whole" and variant.overlap else None,
+        shared=False,
+        expert_share=expert_share if variant.posting != "whole" else None,
     )
     for position, layer in enumerate(layers):
         layer.experts.slots, layer.experts.position = slots, position

@@ -16,7 +16,6 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import numpy as np
 
@@ -26,7 +25,7 @@ from balancing.layers.simulated_fill import simulate_fill
 from benchmarks.emulated import EmulatedCluster, RankFailed, RunTimeout
 from benchmarks.layers.traces import TRACES, trace
 
-__all__ = ["Row", "main", "measure", "run_pipelines", "slowed"]
+__all__ = ["Row", "main", "measure", "slowed"]
 
 _LAYERS, _MICRO_BATCHES, _STEP = 48, 32, 6.0
 _BOUND = 0.05
@@ -96,12 +95,6 @@ def measure(
             arrays = dict(zip(("forward", "backward"), cost.stage_seconds(plan), strict=True))
         pipeline = {name: values.tolist() for name, values in arrays.items()}
         pipelines.append(pipeline | {"micro_batches": micro_batches, "repeats": repeats})
-    return run_pipelines(stages, pipelines)
-
-
-def run_pipelines(stages: int, pipelines: list[dict[str, Any]]) -> list[float]:
-    """Seconds of a step of each pipeline on as many emulated ranks, the quickest of its repeats. pipelines: as
-    `benchmarks.emulated.paced` takes them."""
     with EmulatedCluster(1, stages) as cluster:
         arguments = ["ignore", "-m", "benchmarks.emulated.paced", json.dumps(pipelines)]
         run = cluster.run("-W", arguments, timeout=280)

@@ -18,8 +18,6 @@
     optimal, 2 chunks, gate    plans of such chunks, 2, 3 and 4 a stage, refined by simulation, also from the plan in
                         force
     whole layers        a bound: the slowest stage of the best plan, without warm-up and cool-down
-- Reach: costs under which the best plan is as far ahead of the uniform one as DynMo's "up to" figure.
-- Re-pack: 6, 4 and 2 stages instead of 8, against DynMo's published rule, first fit by memory.
 - Time: of one plan, processor time of one thread, the quickest of several.
 
 With --trace, only the first of these, over costs that `benchmarks.layers.record` took from real training of a small
@@ -51,23 +49,20 @@ from balancing.layers import (
     LayerSeconds,
     Pipeline,
     Predicted,
-    Running,
     StagePlan,
     migration_seconds,
     plan_partition,
     plan_pipeline,
     plan_stages,
     refine_plan,
-    repack_options,
 )
 from balancing.layers.config import LayerConfig
 from balancing.layers.plan import METHODS, ONE_CHUNK
-from balancing.pipeline import simulate_schedule
-from benchmarks.baselines.layers import deepspeed_plan, first_fit
+from benchmarks.baselines.layers import deepspeed_plan
 from benchmarks.layers.record import replay
 from benchmarks.layers.traces import TRACES, Trace, trace
 
-__all__ = ["Row", "reach", "reach_settings", "recorded", "repack", "times", "training"]
+__all__ = ["Row", "reach_settings", "recorded", "times", "training"]
 
 _STAGES, _MICRO_BATCHES = 8, 32
 _BANDWIDTH, _REBUILD = 50e9, 0.25
@@ -279,48 +274,6 @@ def reach_settings() -> list[Reach]:
     ]  # fmt: skip
 
 
-def reach() -> Iterator[Row]:
-    """Speedups of the best plans in `reach_settings`, 8 stages."""
-    for name, setting, cost, times_stages in reach_settings():
-        count = times_stages * _STAGES
-        uniform = plan_stages(cost.total, _STAGES, method="uniform")
-        plan = refine_plan(plan_stages(cost.total, _STAGES, head=sum(cost.head)), cost, count)
-        seconds = cost.simulate(plan, count).step_time
-        speedup, paper = cost.simulate(uniform, count).step_time / seconds, TRACES[name][1]
-        yield Row("reach", f"{name}: {setting}", "optimal", seconds, "layers", speedup, speedup / paper,
-                  more={"paper": paper})  # fmt: skip
-
-
-def repack(iterations: int) -> Iterator[Row]:
-    """Fewer stages at the end of training, 48 layers; figures over the uniform plan on all 8."""
-    for name in ("early exit", "layer freezing", "gradual pruning"):
-        run = _Run(trace(name, 48, iterations))
-        cost, now = run.trace.costs[-1], plan_stages(np.ones(48), _STAGES, method="uniform")
-        before = cost.simulate(now, _MICRO_BATCHES, transfer=run.transfer).step_time
-        held = np.array([run.trace.layer_bytes[list(chunk)].sum() for (chunk,) in now.chunks])
-        for size in repack_options(Running(cost, now, _MICRO_BATCHES), min_stages=2, transfer=run.transfer):
-            if size.stages % 2:
-                continue
-            assert size.plan is not None, size.reason
-            plans = {"optimal": [list(chunk) for (chunk,) in size.plan.chunks]}
-            if size.stages < _STAGES:
-                # As much memory as it takes to reach the size, so that first fit is not blamed for a limit.
-                plans["first fit"] = [list(part) for part in first_fit(now, held, 2 * held.sum(), size.stages)]
-            for method, parts in plans.items():
-                seconds = _simulate(cost, parts, run.transfer)
-                more = {"gpu_hours": seconds * size.stages / (before * _STAGES), "most": float(max(map(len, parts)))}
-                yield Row("re-pack", f"{name}, {size.stages} stages", method, seconds, "s", before / seconds,
-                          before / seconds * _STAGES / size.stages, more=more)  # fmt: skip
-
-
-def _simulate(cost: LayerSeconds, parts: list[list[int]], transfer: float) -> float:
-    """A step under any distribution of layers, in this order."""
-    passes = np.array([[cost.forward[part].sum(), cost.backward[part].sum()] for part in parts])
-    passes[0] += cost.embedding
-    passes[-1] += cost.head
-    return simulate_schedule(passes[:, 0], passes[:, 1], _MICRO_BATCHES, transfer=transfer).step_time
-
-
 def times(repeats: int) -> Iterator[Row]:
     """Milliseconds of one plan of 128 layers on 32 stages, from a plan in force."""
     draw = np.random.default_rng(0)
@@ -345,8 +298,6 @@ def times(repeats: int) -> Iterator[Row]:
 _HEADS = {
     "training": ("case", "method", "seconds", "speedup", "best step", "of oracle", "of bound", "moves", "plan", "move",
                  "rebuild", "overhead", "paper", "target"),
-    "reach": ("case", "speedup", "paper"),
-    "re-pack": ("case", "method", "step", "throughput", "GPU-hours", "per GPU", "most layers"),
     "time": ("case", "method", "ms", "slowest", "/ allowed", "target"),
 }  # fmt: skip
 
@@ -361,11 +312,6 @@ def _cells(row: Row) -> tuple[str, ...]:
             shares = (f"{more[name]:.1%}" for name in ("of_oracle", "of_bound"))
             return (row.case, row.method, f"{row.figure:.1f}", speedup, f"{more['best_iteration']:.2f}", *shares,
                     *counted, f"{more['paper']:.2f}", met)  # fmt: skip
-        case "reach":
-            return row.case, speedup, f"{more['paper']:.2f}"
-        case "re-pack":
-            return (row.case, row.method, f"{row.figure * 1e3:.0f} ms", speedup, f"{more['gpu_hours']:.3f}",
-                    f"{row.to_limit:.2f}", f"{more['most']:.0f}")  # fmt: skip
         case _:
             return row.case, row.method, f"{row.figure:.2f}", f"{more['slowest']:.2f}", f"{row.to_limit:.2f}", met
 
@@ -407,7 +353,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with Progress(console=Console(stderr=True), transient=True) as progress:
         rows = list(recorded(traces, progress) if traces else training(sizes, iterations, progress))
     if not traces:
-        rows += [*reach(), *repack(iterations), *times(5 if options.quick else 20)]
+        rows += times(5 if options.quick else 20)
     try:
         if options.json:
             table = [asdict(row) for row in rows]

@@ -14,8 +14,6 @@ planned by its own scheduler; none of them is routed. The limit is arithmetic: t
 every transfer hidden. "model" is what `balancing.sequences.step_cost` predicts, or `benchmarks.sequences.peers`. Plans
 are made before, as in training.
 
-Routing alone: one round of one long sequence's ring over one rank of each node, through its own NIC, and through all.
-
 Not to scale: within a node bytes are not limited and cost what CPU they cost, as the engine's work on the host does; a
 NIC lets the first 2 ms of a burst pass at once. The host's work would count as often as ranks share a core, so the
 machine is slowed down until it weighs little (`_TIME`).
@@ -48,7 +46,7 @@ from balancing.files import write_text
 from balancing.sequences import limit_seconds
 from benchmarks.emulated import EmulatedCluster, RankFailed, RunTimeout
 from benchmarks.emulated.rate import format_rate
-from benchmarks.sequences.emulated_rank import Job, Rounds
+from benchmarks.sequences.emulated_rank import Job
 from benchmarks.sequences.emulated_workload import (
     CLUSTERS,
     CONTEXT_METHODS,
@@ -61,23 +59,15 @@ from benchmarks.sequences.emulated_workload import (
     predicted_seconds,
 )
 
-__all__ = ["RoutingRow", "Row", "measure", "measure_rows"]
+__all__ = ["Row", "measure", "measure_rows"]
 
 _TIMEOUT = 3600.0  # seconds for one launch of ranks
 _TIME = 100.0  # emulated seconds for each modelled one
 _SAMPLE, _SAMPLE_TIME = 32768, 25.0  # tokens of a rank and emulated seconds for --samples
-_ROUND_WIDTH = 128  # numbers of a head in the round of a long sequence
 
 _DISTRIBUTIONS = ("prolong", "packed", "mix")
 _QUICK_METHODS = ("ring", "all-gather", "a2a+p2p", "hybrid", "zones", "chunks")
-# The paper's figures for its own ring on the data set of its ablation, ArXiv.
-_PAPER = {
-    "ring + routing": 1.6,
-    "zones: engine only": 3.2,
-    "zones, not remapped": 3.51,
-    "zones": 3.64,
-}
-_AIM_RING, _AIM_ROUTING = 2.8, 0.8
+_AIM_RING = 2.8
 _NOISE = 1.03  # steps that take as long differ by so much here
 
 
@@ -100,24 +90,6 @@ class Row:
     predicted: float
     exposed: float
     batches: int
-
-
-@dataclass(frozen=True)
-class RoutingRow:
-    """A round of one long sequence on one cluster; seconds are emulated. gain: over one NIC. aim: what it should be."""
-
-    cluster: str
-    nics: int
-    one_nic: float
-    all_nics: float
-
-    @property
-    def gain(self) -> float:
-        return self.one_nic / self.all_nics
-
-    @property
-    def aim(self) -> float:
-        return _AIM_ROUTING * self.nics
 
 
 def measure(job: Job, *, limited: bool = True, timeout: float = _TIMEOUT) -> tuple[list[dict[str, Any]], str | None]:
@@ -155,7 +127,7 @@ def measure_rows(
     """Run these methods, "ring" among them, on one batch of each model and distribution. name: of the cluster."""
     planned = [METHODS[method] for method in methods]
     cases = [make_case(scale.cluster, model, each, 0, planned) for model in models for each in distributions]
-    job = Job(scale, 1, tuple(methods), tuple(cases), None)
+    job = Job(scale, 1, tuple(methods), tuple(cases))
     return make_rows(name, job, measure(job)[0])
 
 
@@ -198,14 +170,6 @@ def _row(name: str, job: Job, method: str, ran: Sequence[tuple[Case, dict[str, A
     )
 
 
-def make_routing_row(name: str, scale: Scale, lines: Iterable[dict[str, Any]]) -> RoutingRow:
-    """The quickest round of each routing: whatever else runs on the machine can only slow it down."""
-    rounds = [line for line in lines if "routing" in line]
-    kinds = ("off", scale.cluster.nics_per_node)
-    one, every = (min(line["seconds"] for line in rounds if line["routing"] == kind) for kind in kinds)
-    return RoutingRow(name, scale.cluster.nics_per_node, one, every)
-
-
 def _print(name: str, job: Job, rows: Sequence[Row], reason: str | None) -> None:
     limited = "loopback, NICs not limited: " + reason if reason else f"NICs of {format_rate(job.scale.nic)}"
     cluster = job.scale.cluster
@@ -225,29 +189,7 @@ def _print(name: str, job: Job, rows: Sequence[Row], reason: str | None) -> None
         print(f"{row.model:8} {row.distribution:10} {row.method:20}  {figures}  {row.batches:7}", flush=True)
 
 
-def _print_routing(rows: Sequence[RoutingRow]) -> None:
-    print("\nrouting alone, a round of one long sequence between nodes, emulated:")
-    for row in rows:
-        print(
-            f"  {row.cluster}: {row.one_nic * 1e3:.0f} ms over one NIC, {row.all_nics * 1e3:.0f} ms over {row.nics}: "
-            f"{row.gain:.2f} times faster"
-        )
-
-
-def _print_ablation(rows: Sequence[Row]) -> None:
-    if not {row.method for row in rows} >= set(_PAPER):
-        return
-    print("\nablation, times faster than ring, MHA, emulated, beside the paper's figures (ArXiv):")
-    columns = list(dict.fromkeys((row.cluster, row.distribution) for row in rows))
-    print(f"  {'':20}  " + "  ".join(f"{f'{cluster}, {name}':>14}" for cluster, name in columns) + "   paper")
-    for method, paper in _PAPER.items():
-        own = {
-            (row.cluster, row.distribution): row.speedup for row in rows if (row.model, row.method) == ("MHA", method)
-        }
-        print(f"  {method:20}  " + "  ".join(f"{own[column]:14.2f}" for column in columns) + f"  {paper:6.2f}")
-
-
-def targets(rows: Sequence[Row], routing: Sequence[RoutingRow]) -> list[tuple[str, str, bool]]:
+def targets(rows: Sequence[Row]) -> list[tuple[str, str, bool]]:
     """What was promised, what came out, and whether that is enough."""
     gains = [row.speedup for row in rows if (row.model, row.method) == ("MHA", "chunks")]
     checks = []
@@ -259,9 +201,6 @@ def targets(rows: Sequence[Row], routing: Sequence[RoutingRow]) -> list[tuple[st
         worst, row = max((chunks[row.cluster, row.model, row.distribution] / row.seconds, row) for row in _others(rows))
         text = f"{worst:.3f} times as long as {row.method} on {row.distribution}, {row.model}, {row.cluster}"
         checks.append((f"chunks slower than no other, up to {_NOISE - 1:.0%}", text, worst <= _NOISE))
-    for each in routing:
-        text = f"{_AIM_ROUTING:g} of {each.nics} NICs' rate by routing, {each.cluster}"
-        checks.append((text, f"{each.gain / each.nics:.2f}", each.gain >= each.aim))
     return checks
 
 
@@ -289,14 +228,13 @@ def _job(name: str, quick: bool, samples: bool, host: bool) -> Job:
     scale = Scale(nodes, per_node, _SAMPLE_TIME if samples else _TIME, host=host)
     methods = DATA_METHODS if samples else _QUICK_METHODS if quick else CONTEXT_METHODS
     drawn = {"tokens": _SAMPLE} if samples else {}
-    wide = Scale(nodes, per_node, _TIME * _ROUND_WIDTH / scale.width, _ROUND_WIDTH)
     cases = [
         make_case(scale.cluster, model, distribution, batch, [METHODS[each] for each in methods], **drawn)
         for model in SHAPES
         for distribution in (_DISTRIBUTIONS[:1] if quick else _DISTRIBUTIONS)
         for batch in range(1)
     ]
-    return Job(scale, 1, methods, tuple(cases), None if samples else Rounds(4096, wide, repeats=3))
+    return Job(scale, 1, methods, tuple(cases))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -304,7 +242,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     names = [options.cluster] if options.cluster else list(CLUSTERS)[:1] if options.quick else list(CLUSTERS)
     rows: list[Row] = []
-    routing: list[RoutingRow] = []
     load = os.getloadavg()[0]
     print(f"emulated cluster on {os.cpu_count()} cores, no GPU; load {load:.1f} before the start", flush=True)
     try:
@@ -314,15 +251,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             found = make_rows(name, job, lines)
             _print(name, job, found, reason)
             rows += found
-            if job.rounds is not None:
-                routing.append(make_routing_row(name, job.rounds.scale, lines))
     except (RankFailed, RunTimeout) as error:
         print(f"sequences_emulated: {error}", *getattr(error, "tail", ()), sep="\n", file=sys.stderr)
         return 1
-    if routing:
-        _print_routing(routing)
-    _print_ablation(rows)
-    checks = targets(rows, routing)
+    checks = targets(rows)
     print()
     for text, value, met in checks:
         print(f"  {'met   ' if met else 'MISSED'}  {text}: {value}")
@@ -332,7 +264,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "load": load,
             "time": _TIME,
             "rows": [asdict(row) for row in rows],
-            "routing": [asdict(row) | {"gain": row.gain} for row in routing],
         }
         write_text(options.json, json.dumps(content, indent=1) + "\n")
     return 0 if all(met for *_, met in checks) else 1
