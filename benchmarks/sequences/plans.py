@@ -12,7 +12,7 @@ them).
 - Model: modelled seconds of the step over the physical limit (`balancing.sequences.cost`), on A800 nodes with 4 NICs
   and a 7B model with multi-head attention, and on H200 nodes with 8 NICs and an 8B model with grouped queries.
   Baselines run without routing, as their systems do; zones and chunks with and without it, zones also without
-  remapping.
+  remapping. No plan with equal tokens is faster than "bound" (`benchmarks.sequences.bound`).
 - Traffic: tokens whose keys and values a rank receives forward in a layer, and those that all network cards carry, as
   a share of all tokens of the batch.
 - Time: of one plan, and of compiling it for one rank, routes included ("program"). Processor time of one thread, the
@@ -20,7 +20,7 @@ them).
 
 Each row has its ratio to ring and to the limit, which for balance and modelled time is 1. "all of these" are means over
 the distributions. Nothing is trained here. Takes about 5 minutes on one core, with --quick
-one. Exit code 1 if a row misses its target.
+two. Exit code 1 if a row misses its target.
 """
 
 import argparse
@@ -51,6 +51,7 @@ from balancing.sequences.engine.compiler import compile_rank
 from balancing.sequences.traffic import plan_links
 from benchmarks.baselines.sequences import hybrid_groups, plan_sequences
 from benchmarks.processor_time import milliseconds
+from benchmarks.sequences.bound import bound_seconds
 from benchmarks.sequences.lengths import DISTRIBUTIONS, draw_batch
 from benchmarks.sequences.peers import all_gather_seconds, heads_and_ring
 
@@ -110,13 +111,15 @@ def plans(sources: dict[str, str | np.ndarray], sizes: Sequence[int], batches: i
     cells = [(name, ranks) for ranks in sizes for name in sources]
     for name, ranks in progress.track(cells, description="plans"):
         found = _Found()
-        for batch in range(batches if ranks < 128 else max(1, batches // 2)):
+        for batch in range(batches):
             lengths = draw_batch(sources[name], _TOKENS * ranks, np.random.default_rng(batch))
             kept: dict[str, list[SequencePlan]] = {}
             for machine, (preset, shape) in _MACHINES.items():
                 cluster = Cluster.sheet(preset, nodes=ranks // 8)
                 for method in _METHODS:
                     _measure(method, lengths, machine, cluster, shape, found, kept)
+                least = bound_seconds(lengths, cluster, shape) / limit_seconds(lengths, cluster, shape)
+                found.add(f"{_TIME}, {machine}", "bound", least)
         rows += _rows(f"{name}, {ranks} ranks", found)
         for section, by_method in found.items():
             for method, figures in by_method.items():
@@ -293,7 +296,7 @@ def sources(path: str | None) -> dict[str, str | np.ndarray]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """AttentionCall the command line; returns the exit code: 1 if a target was missed, 2 for bad input."""
+    """Run the command line; returns the exit code: 1 if a target was missed, 2 for bad input."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.sequences.plans", description=(__doc__ or "").partition("\n")[0]
     )
@@ -311,7 +314,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if wrong := [ranks for ranks in sizes if ranks < 8 or ranks % 8]:
             raise ValueError(f"--ranks {wrong[0]} does not fill nodes of 8 ranks; give multiples of 8")
         with Progress(console=Console(stderr=True), transient=True) as progress:
-            rows = plans(known, sizes, 2 if options.quick else 4, progress)
+            rows = plans(known, sizes, 1 if options.quick else 2, progress)
             rows += times(5 if options.quick else 10, progress)
         if options.json:
             table = [asdict(row) | {"met": row.met} for row in rows]
