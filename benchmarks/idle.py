@@ -15,13 +15,10 @@ finds nothing to balance it switches everything off; the benchmark checks that n
 at most 1 % of a step.
 """
 
-import argparse
 import functools
 import itertools
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,9 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from balancing.cluster import Cluster
-from balancing.files import write_text
 from balancing_tools.whatif.forecast import forecast
 from balancing_tools.whatif.job import read_recipe_flags
+from benchmarks.command import parser, write_rows
+from benchmarks.pinned import run_ranks
 from benchmarks.replaced import replace_name
 from benchmarks.settings import settings
 
@@ -178,15 +176,8 @@ def _train(argv: list[str], figures: Path) -> None:
 def _run(name: str, steps: int, folder: Path) -> list[dict[str, Any]]:
     """[rank], what each rank kept of one run."""
     ranks, flags = RUNS[name]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command += ["-m", "benchmarks.idle", "--rank-of", str(folder), *MODEL, "--data-path", str(folder / "documents")]
-    command += [*flags.split(), "--train-iters", str(steps)]
-    log = folder / "log"
-    with log.open("wb") as output:
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        code = subprocess.call(command, stdout=output, stderr=subprocess.STDOUT, env=environment, timeout=3600)
-    if code:
-        raise SystemExit(f"{name}: training failed with exit code {code}:\n{log.read_text()[-3000:]}")
+    own = ["--data-path", str(folder / "documents"), *flags.split(), "--train-iters", str(steps)]
+    run_ranks("benchmarks.idle", ranks, ["--rank-of", str(folder), *MODEL, *own])
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
 
 
@@ -235,10 +226,7 @@ def main() -> None:
     if sys.argv[1:2] == ["--rank-of"]:
         _train(sys.argv[3:], Path(sys.argv[2]))
         return
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer steps, noisier figures")
-    parser.add_argument("--json", metavar="FILE", help="also write the rows to FILE")
-    options = parser.parse_args()
+    options = parser("idle", __doc__, "fewer steps, noisier figures").parse_args()
     rows = measure(12 if options.quick else 24)
     print(
         f"{'run':<14} {'own, ms':>8} {'us a layer':>10} {'us a micro-batch':>16} " + " ".join(f"{j:>11}" for j in JOBS)
@@ -248,8 +236,7 @@ def main() -> None:
         row["shares"] = of_jobs(layer, micro_batch)
         shares = " ".join(f"{share:>11.2%}" for share in row["shares"].values())
         print(f"{row['method']:<14} {row['own_ms']:>8.2f} {layer:>10.1f} {micro_batch:>16.1f} {shares}")
-    if options.json:
-        write_text(options.json, json.dumps(rows, indent=1) + "\n")
+    write_rows(options.json, rows)
 
 
 if __name__ == "__main__":

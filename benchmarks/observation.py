@@ -7,18 +7,16 @@ step is compared with the next one, which is not observed, so that drift of the 
 that of the ranks' training threads alone, so other processes do not disturb it. Target: at most 1 %.
 """
 
-import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from balancing.files import write_text
+from benchmarks.command import parser, write_rows
+from benchmarks.pinned import run_ranks
 from benchmarks.replaced import replace_name
 
 RANKS = 4
@@ -67,14 +65,7 @@ def _train(steps: int, report: str, figures: Path) -> None:
 def measure(steps: int) -> list[dict[str, Any]]:
     """Rows of the table: CPU and wall-clock time of a watched step over an unwatched one, for each rank."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-        command += ["-m", "benchmarks.observation", "--rank-of", folder, "--steps", str(steps)]
-        log = Path(folder) / "log"
-        with log.open("wb") as output:
-            environment = os.environ | {"OMP_NUM_THREADS": "1"}
-            code = subprocess.call(command, stdout=output, stderr=subprocess.STDOUT, env=environment, timeout=3600)
-        if code:
-            raise SystemExit(f"training failed with exit code {code}:\n{log.read_text()[-3000:]}")
+        run_ranks("benchmarks.observation", RANKS, ["--rank-of", folder, str(steps)])
         rows = []
         for rank in range(RANKS):
             times = json.loads((Path(folder) / f"{rank}.json").read_text())[4:]  # warm-up
@@ -90,16 +81,11 @@ def measure(steps: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer steps, noisier figures")
-    parser.add_argument("--json", metavar="FILE", help="also write the rows to FILE")
-    parser.add_argument("--rank-of", metavar="FOLDER", help=argparse.SUPPRESS)
-    parser.add_argument("--steps", type=int, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.rank_of:
-        folder = Path(options.rank_of)
-        _train(options.steps, str(folder / "report"), folder)
+    if sys.argv[1:2] == ["--rank-of"]:
+        folder = Path(sys.argv[2])
+        _train(int(sys.argv[3]), str(folder / "report"), folder)
         return
+    options = parser("observation", __doc__, "fewer steps, noisier figures").parse_args()
     print("training on four ranks, every second step watched ...", flush=True)
     rows = measure(24 if options.quick else 104)
     print(f"{'rank':>4} {'pairs':>5} {'step, ms':>9} {'CPU, ms':>8} {'wall ratio':>10} {'CPU ratio':>9}")
@@ -108,8 +94,7 @@ def main() -> None:
             f"{row['rank']:>4} {row['pairs']:>5} {row['wall_step_ms']:>9.1f} {row['cpu_step_ms']:>8.1f} "
             f"{row['wall_ratio']:>10.4f} {row['cpu_ratio']:>9.4f}"
         )
-    if options.json:
-        write_text(options.json, json.dumps(rows, indent=1) + "\n")
+    write_rows(options.json, rows)
 
 
 if __name__ == "__main__":

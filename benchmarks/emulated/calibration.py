@@ -16,17 +16,16 @@ Takes 4 minutes on two idle cores, with --quick less than one. Exit code 1 if a 
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 
-from balancing.files import write_text
 from balancing.pipeline import Schedule, simulate_schedule
-from benchmarks.emulated import EmulatedCluster, RankFailed, RunTimeout
+from benchmarks.command import exit_code, load_before, parser, write_rows
+from benchmarks.emulated import EmulatedCluster
 from benchmarks.emulated.device import Device
 from benchmarks.emulated.rate import format_rate, parse_rate
 
@@ -199,27 +198,20 @@ def _print(rows: Sequence[Row]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.emulated.calibration",
-        description="Compare measured times on the emulated cluster with computed ones.",
-    )
-    parser.add_argument("--quick", action="store_true", help="8 ranks, fewer cases, fewer repeats; under a minute")
-    parser.add_argument("--json", metavar="FILE", help="write the rows to FILE")
-    options = parser.parse_args(arguments)
-    load = os.getloadavg()[0]
-    print(f"{os.cpu_count()} cores, load {load:.1f} before the start; emulated cluster on the CPU", flush=True)
-    try:
-        rows, reason = transfers(repeats=2 if options.quick else 3)
-        if reason is not None:
-            print(f"no transfers: the network cannot be limited ({reason})", flush=True)
-        rows = _all_pipelines(options.quick) + hosts() + rows
-    except (RankFailed, RunTimeout) as error:
-        print(f"calibration: {error}", *getattr(error, "tail", ()), sep="\n", file=sys.stderr)
-        return 1
+    options_of = parser("emulated.calibration", __doc__, "8 ranks, fewer cases, fewer repeats; under a minute")
+    options = options_of.parse_args(arguments)
+    return exit_code("calibration", lambda: _run(options))
+
+
+def _run(options: argparse.Namespace) -> int:
+    load = load_before()
+    print(f"{load}; emulated cluster on the CPU", flush=True)
+    rows, reason = transfers(repeats=2 if options.quick else 3)
+    if reason is not None:
+        print(f"no transfers: the network cannot be limited ({reason})", flush=True)
+    rows = _all_pipelines(options.quick) + hosts() + rows
     _print(rows)
-    if options.json:
-        table = [asdict(row) | {"ratio": row.ratio, "within": row.within} for row in rows]
-        write_text(options.json, json.dumps({"load": load, "rows": table}, indent=1) + "\n")
+    write_rows(options.json, rows, "ratio", "within", load=load)
     return 0 if all(row.within for row in rows) else 1
 
 

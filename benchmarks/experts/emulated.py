@@ -25,7 +25,6 @@ Takes about 20 minutes on two idle cores, with --quick one minute.
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 import time
@@ -38,10 +37,10 @@ import numpy as np
 
 from balancing.experts import TransferWindow
 from balancing.experts.config import ExpertConfig
-from balancing.files import write_text
 from balancing_tools.load_trace import read_load_trace
 from benchmarks.baselines.experts import plan_replicas
-from benchmarks.emulated import EmulatedCluster, RankFailed, RunTimeout
+from benchmarks.command import exit_code, load_before, parser, write_rows
+from benchmarks.emulated import EmulatedCluster
 from benchmarks.emulated.rate import format_rate
 from benchmarks.experts.emulated_rank import Variant
 from benchmarks.experts.emulated_workload import HIDDEN, SHAPE, TOP_K, Loads, Scale, made_up_loads, recorded_loads
@@ -275,61 +274,39 @@ def _print_targets(rows: Sequence[Row], micro_batches: int | None) -> None:
         print(f"  {'met   ' if met else 'MISSED'}  {text}: {value}")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.experts.emulated",
-        description="Step time with hot experts on an emulated cluster, method by method, against forced balance.",
-    )
-    parser.add_argument("--quick", action="store_true", help="8 ranks, fewer methods, layers and steps; under a minute")
-    parser.add_argument("--trace", metavar="FILE", help="recorded loads, an .npz file; synthetic loads by default")
-    parser.add_argument("--ranks", type=int, choices=(8, 16), help="only this number of ranks; both by default")
-    parser.add_argument(
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code: 1 where ranks failed, 2 for bad input."""
+    options_of = parser("experts.emulated", __doc__, "8 ranks, fewer methods, layers and steps; under a minute")
+    options_of.add_argument("--trace", metavar="FILE", help="recorded loads, an .npz file; synthetic by default")
+    options_of.add_argument("--ranks", type=int, choices=(8, 16), help="only this number of ranks; both by default")
+    options_of.add_argument(
         "--micro-batches", type=int, choices=(1, 2, 4, 8, 16), metavar="N",
         help="micro-batches of a step: 1, 2, 4, 8 or 16; with few methods",
     )  # fmt: skip
-    parser.add_argument("--json", metavar="FILE", help="write the rows to FILE")
-    return parser
+    options = options_of.parse_args(arguments)
+    return exit_code("experts_emulated", lambda: _run(options))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code: 1 where ranks failed, 2 for bad input."""
-    options = _parser().parse_args(arguments)
+def _run(options: argparse.Namespace) -> int:
     numbers = [options.ranks] if options.ranks else [8] if options.quick else [8, 16]
     layers, micro_batches, steps = (2, 2, 1) if options.quick else (4, 4, 3)
     micro_batches = options.micro_batches or micro_batches
-    about = "recorded loads" if options.trace else "made-up loads"
+    about, load = "recorded loads" if options.trace else "made-up loads", load_before()
     rows: list[Row] = []
     scales: list[dict[str, float]] = []
-    load = os.getloadavg()[0]
-    print(f"emulated cluster on {os.cpu_count()} cores, no GPU; load {load:.1f} before the start; {about}", flush=True)
-    try:
-        trace = read_load_trace(options.trace) if options.trace else None
-        for ranks in numbers:
-            scale = Scale(ranks, trace.counts.shape[-1] if trace else 32, EXPERT_SECONDS[ranks])
-            size = (scale, layers, micro_batches, steps)
-            names = _QUICK if options.quick else _MOST_RANKS if ranks == 16 else VARIANTS
-            names = _BEYOND if options.micro_batches else names
-            variants = [VARIANTS[name] for name in names]
-            found, reason = measure(recorded_loads(trace, *size) if trace else made_up_loads(*size), scale, variants)
-            _print(found, scale, reason)
-            _print_targets(found, options.micro_batches)
-            rows += found
-            scales.append({"ranks": ranks, "time": scale.time, "bytes": scale.bytes, "nic": scale.nic})
-    except ValueError as error:
-        print(f"experts_emulated: {error}", file=sys.stderr)
-        return 2
-    except (RankFailed, RunTimeout) as error:
-        print(f"experts_emulated: {error}", *getattr(error, "tail", ()), sep="\n", file=sys.stderr)
-        return 1
-    if options.json:
-        content = {
-            "emulated": True,
-            "loads": about,
-            "load": load,
-            "scales": scales,
-            "rows": [asdict(row) for row in rows],
-        }
-        write_text(options.json, json.dumps(content, indent=1) + "\n")
+    print(f"emulated cluster, no GPU; {load}; {about}", flush=True)
+    trace = read_load_trace(options.trace) if options.trace else None
+    for ranks in numbers:
+        scale = Scale(ranks, trace.counts.shape[-1] if trace else 32, EXPERT_SECONDS[ranks])
+        size = (scale, layers, micro_batches, steps)
+        names = _QUICK if options.quick else _MOST_RANKS if ranks == 16 else VARIANTS
+        variants = [VARIANTS[name] for name in (_BEYOND if options.micro_batches else names)]
+        found, reason = measure(recorded_loads(trace, *size) if trace else made_up_loads(*size), scale, variants)
+        _print(found, scale, reason)
+        _print_targets(found, options.micro_batches)
+        rows += found
+        scales.append({"ranks": ranks, "time": scale.time, "bytes": scale.bytes, "nic": scale.nic})
+    write_rows(options.json, rows, loads=about, load=load, scales=scales)
     return 0
 
 

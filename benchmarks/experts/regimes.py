@@ -17,14 +17,11 @@ Exit code 1 if `chosen` is more than a point below the best of whole, in parts a
 """
 
 import argparse
-import json
-import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
-from balancing.files import write_text
-from benchmarks.emulated import RankFailed, RunTimeout
+from benchmarks.command import exit_code, load_before, parser, write_rows
 from benchmarks.experts.emulated import CEILING, EXPERT_SECONDS, VARIANTS, measure_all
 from benchmarks.experts.emulated_workload import Scale, made_up_loads
 from benchmarks.experts.modelled import bound_of_forced_balance, of_forced_balance
@@ -120,30 +117,27 @@ def _cells(text: str) -> list[tuple[int, int]]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code: 1 where a cell lost or ranks failed."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.experts.regimes")
-    parser.add_argument("--quick", action="store_true", help="8 ranks, five cells; three minutes")
-    parser.add_argument("--ranks", type=int, choices=(8, 16), default=8)
-    parser.add_argument("--cells", type=_cells, metavar="LxM,...", help="layers x micro-batches; all by default")
-    parser.add_argument("--steps", type=int, default=1, help="number of steps of each cell (default 1)")
-    parser.add_argument("--modelled", action="store_true", help="model only, without emulation")
-    parser.add_argument("--json", metavar="FILE", help="write the cells to FILE")
-    options = parser.parse_args(arguments)
+    options_of = parser("experts.regimes", __doc__, "8 ranks, five cells; three minutes")
+    options_of.add_argument("--ranks", type=int, choices=(8, 16), default=8)
+    options_of.add_argument("--cells", type=_cells, metavar="LxM,...", help="layers x micro-batches; all by default")
+    options_of.add_argument("--steps", type=int, default=1, help="number of steps of each cell (default 1)")
+    options_of.add_argument("--modelled", action="store_true", help="model only, without emulation")
+    options = options_of.parse_args(arguments)
+    return exit_code("regimes", lambda: _run(options))
+
+
+def _run(options: argparse.Namespace) -> int:
     scale = Scale(options.ranks, _EXPERTS, EXPERT_SECONDS[options.ranks])
     sizes = options.cells or (_QUICK if options.quick else _CELLS[options.ranks])
-    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} before the start; throughput over forced balance")
+    print(f"{load_before()}; throughput over forced balance")
     print(f"{scale.ranks} ranks     modelled: none, chosen, bound   emulated: {', '.join(_METHODS)}, max/mean, exposed")
     cells = [_modelled(size, scale) for size in sizes]
     if options.modelled:
         for cell in cells:
             _print(cell)
-    try:
-        if not options.modelled:
-            _emulate(cells, scale, options.steps)
-    except (RankFailed, RunTimeout) as error:
-        print(f"regimes: {error}", *getattr(error, "tail", ()), sep="\n", file=sys.stderr)
-        return 1
-    if options.json:
-        write_text(options.json, json.dumps([asdict(cell) for cell in cells], indent=1) + "\n")
+    else:
+        _emulate(cells, scale, options.steps)
+    write_rows(options.json, cells)
     return 0 if all(cell.kept for cell in cells) else 1
 
 

@@ -7,28 +7,24 @@ scheme. Costs are those of the report: CPU seconds of the training thread, per l
 forward and backward, mean over the last steps. The limit is the cost if it were proportional to the work that remains.
 """
 
-import argparse
-import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
-from balancing.files import write_text
-from benchmarks.pinned import DYNAMIC, REPOSITORY
+from benchmarks.command import parser, write_rows
+from benchmarks.pinned import SMALL, prepare_corpus, read_events, train_alone
 from benchmarks.settings import scheme_flags
 
 MODEL = (
-    "--device cpu --num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 1024 "
-    "--max-position-embeddings 1024 --position-embedding-type rope --attention-dropout 0 --hidden-dropout 0 "
-    "--untie-embeddings-and-output-weights --micro-batch-size 1 --global-batch-size 2 --lr 1e-3 --eval-interval 100000 "
-    "--eval-iters 0 --log-interval 1 --num-workers 0 --tokenizer-type NullTokenizer --vocab-size 258 "
-    "--null-tokenizer-eod-id 256 --null-tokenizer-pad-id 257 --split 100,0,0"
-).split()
+    SMALL
+    + (
+        "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 1024 --max-position-embeddings 1024 "
+        "--untie-embeddings-and-output-weights --micro-batch-size 1 --global-batch-size 2 --lr 1e-3 --log-interval 1 "
+        "--num-workers 0"
+    ).split()
+)
 # scheme -> its flags, the layers (from 0) that it makes cheaper, and the share of their work that is left
 SCHEMES = {
     "off": ("", range(4), 1.0),
@@ -57,18 +53,6 @@ SCHEMES = {
 }
 
 
-def _events(folder: Path, flags: str, steps: int) -> list[dict[str, Any]]:
-    """Train with the report on, and read what it says."""
-    report = folder / f"report{time.monotonic_ns()}"
-    command = [sys.executable, str(REPOSITORY / DYNAMIC), *MODEL, "--data-path", str(folder / "corpus")]
-    command += ["--train-iters", str(steps), "--balance-report", str(report), *flags.split()]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=3600)
-    if done.returncode:
-        raise SystemExit(f"training failed with exit code {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}")
-    return [json.loads(line) for line in (report / "events.jsonl").read_text().splitlines()]
-
-
 def measure_layers(steps: int, warm_up: int, named: str = "") -> list[dict[str, Any]]:
     """Rows of the table: milliseconds of a layer that the scheme makes cheaper, mean over those layers.
 
@@ -77,12 +61,13 @@ def measure_layers(steps: int, warm_up: int, named: str = "") -> list[dict[str, 
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        prepare = [sys.executable, str(REPOSITORY / "scripts" / "prepare_data.py"), "--stdlib", "--append-eod"]
-        subprocess.run([*prepare, "--output-prefix", str(folder / "corpus")], check=True, capture_output=True)
+        model = [*MODEL, *prepare_corpus(folder), "--train-iters", str(steps)]
         for scheme, (flags, cheaper, left) in SCHEMES.items():
             if scheme != "off" and named not in scheme:
                 continue
-            events = _events(folder, flags, steps)
+            report = folder / scheme
+            train_alone([*model, *flags.split(), "--balance-report", str(report)])
+            events = read_events(report)
             costs = [e for e in events if (e["balancer"], e["unit"], e["action"]) == ("layers", "layer", "observe")]
             row: dict[str, Any] = {"method": scheme}
             for direction in ("forward", "backward"):
@@ -107,11 +92,9 @@ def _total(row: dict[str, Any]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer steps, noisier figures")
-    parser.add_argument("--schemes", metavar="TEXT", default="", help="only schemes whose name contains TEXT")
-    parser.add_argument("--json", metavar="FILE", help="also write the rows to FILE")
-    options = parser.parse_args()
+    options_of = parser("layers.dynamics", __doc__, "fewer steps, noisier figures")
+    options_of.add_argument("--schemes", metavar="TEXT", default="", help="only schemes whose name contains TEXT")
+    options = options_of.parse_args()
     rows = measure_layers(*((6, 3) if options.quick else (10, 4)), options.schemes)
     print(f"{'a layer under':>42} {'forward, ms':>12} {'backward, ms':>13} {'/ off':>6} {'/ limit':>8}")
     for row in rows:
@@ -120,8 +103,7 @@ def main() -> None:
             f"{row['method']:>42} {row['forward_ms']:>12.2f} {row['backward_ms']:>13.2f} "
             f"{row['ratio_to_baseline']:>6.2f} {limit:>8}"
         )
-    if options.json:
-        write_text(options.json, json.dumps(rows, indent=1) + "\n")
+    write_rows(options.json, rows)
 
 
 if __name__ == "__main__":

@@ -21,26 +21,22 @@ m are these three: speedups over equal numbers of layers with overlap and withou
 the planner predicts with these costs, over the simulated step. Takes half a minute.
 """
 
-import argparse
-import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from itertools import groupby
-from pathlib import Path
 
 import numpy as np
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
-from balancing.files import write_text
 from balancing.layers import LayerSeconds, Pipeline, StagePlan, plan_pipeline
 from balancing.layers.measurements import join_ranks, layer_seconds
 from balancing.layers.plan import plan_stages
 from balancing.pipeline import Schedule, operations, simulate_schedule
 from balancing.report import RankRecord, Span
 from balancing.report.exposed import exposed_spans
+from benchmarks.command import parser, show_table, write_rows
 
 __all__ = ["Model", "Row", "measured_cost", "overlapped_step", "rows"]
 
@@ -271,20 +267,16 @@ def rows(stages: Sequence[int] = (4, 8), shares: Sequence[float] = _SHARES) -> l
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="four stages, one size of messages")
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
-    args = parser.parse_args()
-    found = rows((4,), (1.0,)) if args.quick else rows()
-    table = Table("", "stages", "messages", "exposed", "overlap: s", "c", "m", "without: s", "c", "m", "predicted: s",
-                  "c", "m", box=None)  # fmt: skip
+    options = parser("layers.overlap", __doc__, "four stages, one size of messages").parse_args()
+    found = rows((4,), (1.0,)) if options.quick else rows()
+    of_kinds = [name for kind in ("overlap", "without", "predicted") for name in (f"{kind}: s", "c", "m")]
+    lines = []
     for row in found:
         gains = [f"{gain:.3f}" for gain in (*row.overlapped, *row.serial)]
         said = [f"{share:.2f}" for share in row.predicted]
-        table.add_row(row.case, f"{row.stages}", f"{row.messages:.1f}", f"{row.exposed:.0%}", *gains, *said)
-    Console(width=120).print(table)
-    if args.json:
-        write_text(args.json, json.dumps([asdict(row) for row in found], indent=1) + "\n")
+        lines.append((row.case, f"{row.stages}", f"{row.messages:.1f}", f"{row.exposed:.0%}", *gains, *said))
+    show_table("", ("case", "stages", "messages", "exposed", *of_kinds), lines)
+    write_rows(options.json, found)
 
 
 if __name__ == "__main__":

@@ -28,21 +28,17 @@ with --quick less than one. Exit code 1 if a row misses its target.
 """
 
 import argparse
-import json
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
-from balancing.files import write_text
 from balancing.layers import (
     CostAverage,
     Gate,
@@ -59,6 +55,7 @@ from balancing.layers import (
 from balancing.layers.config import LayerConfig
 from balancing.layers.plan import METHODS, ONE_CHUNK
 from benchmarks.baselines.layers import deepspeed_plan
+from benchmarks.command import exit_code, load_before, parser, show_table, write_rows
 from benchmarks.layers.record import replay
 from benchmarks.layers.traces import TRACES, Trace, trace
 
@@ -316,54 +313,33 @@ def _cells(row: Row) -> tuple[str, ...]:
             return row.case, row.method, f"{row.figure:.2f}", f"{more['slowest']:.2f}", f"{row.to_limit:.2f}", met
 
 
-def _show(rows: Sequence[Row], console: Console) -> None:
-    for section, heads in _HEADS.items():
-        if not any(row.section == section for row in rows):
-            continue
-        table = Table(title=section, title_justify="left", box=None, pad_edge=False)
-        for head in heads:
-            table.add_column(head, justify="left" if head in ("case", "method", "target") else "right", no_wrap=True)
-        last = ""
-        for row in rows:
-            if row.section == section:
-                case, *rest = _cells(row)
-                table.add_row(case if case != last else "", *rest)
-                last = case
-        console.print(table, "")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code: 1 if a target was missed."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.layers.plans", description=(__doc__ or "").partition("\n")[0]
-    )
-    parser.add_argument("--quick", action="store_true", help="shorter runs, one number of layers; under a minute")
-    parser.add_argument("--layers", type=int, nargs="+", metavar="N", help="numbers of layers (default: 32 48)")
-    parser.add_argument("--trace", type=Path, nargs="+", metavar="FILE", help="only replay these recordings")
-    parser.add_argument("--json", metavar="FILE", help="write the rows to FILE")
-    options = parser.parse_args(arguments)
-    load = os.getloadavg()[0]
-    iterations = 800 if options.quick else 4000
+    options_of = parser("layers.plans", __doc__, "shorter runs, one number of layers; under a minute")
+    options_of.add_argument("--layers", type=int, nargs="+", metavar="N", help="numbers of layers (default: 32 48)")
+    options_of.add_argument("--trace", type=Path, nargs="+", metavar="FILE", help="only replay these recordings")
+    options = options_of.parse_args(arguments)
+    return exit_code("layers", lambda: _run(options))
+
+
+def _run(options: argparse.Namespace) -> int:
+    load, iterations = load_before(), 800 if options.quick else 4000
     sizes = options.layers or ([32] if options.quick else [32, 48])
     try:
         traces = [replay(path, count, iterations) for path in options.trace or () for count in sizes]
     except (OSError, ValueError) as error:
-        print(f"layers: --trace: {error}", file=sys.stderr)
-        return 2
+        raise ValueError(f"--trace: {error}") from None
     with Progress(console=Console(stderr=True), transient=True) as progress:
         rows = list(recorded(traces, progress) if traces else training(sizes, iterations, progress))
     if not traces:
         rows += times(5 if options.quick else 20)
-    try:
-        if options.json:
-            table = [asdict(row) for row in rows]
-            write_text(options.json, json.dumps({"load": load, "rows": table}, indent=1) + "\n")
-    except (ValueError, OSError) as error:
-        print(f"layers: {error}", file=sys.stderr)
-        return 2
-    kind = "recorded" if options.trace else "modelled"
-    print(f"{os.cpu_count()} cores, load {load:.1f} before the start; {kind} costs, simulated steps\n")
-    _show(rows, Console(width=max(180, Console().width)))
+    write_rows(options.json, rows, load=load)
+    print(f"{load}; {'recorded' if traces else 'modelled'} costs, simulated steps\n")
+    for section, heads in _HEADS.items():
+        if own := [_cells(row) for row in rows if row.section == section]:
+            before = ["", *(case for case, *_ in own)]
+            lines = [(case if case != last else "", *rest) for last, (case, *rest) in zip(before, own, strict=False)]
+            show_table(section, heads, lines, 180)
     return 0 if all(row.met for row in rows) else 1
 
 

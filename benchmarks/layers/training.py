@@ -15,9 +15,6 @@ neither of them waits; so the quickest step is given beside the median. Losses o
 since its norm is summed stage by stage. Exit code 1 if they do not agree, or if layers did not move.
 """
 
-import argparse
-import json
-import os
 import statistics
 import sys
 import tempfile
@@ -27,10 +24,10 @@ from typing import Any
 import numpy as np
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
-from balancing.files import write_text
 from balancing.layers import LayerSeconds, StagePlan
 from balancing.report import read_history
-from benchmarks.pinned import DYNAMIC, prepare_corpus, step_milliseconds
+from benchmarks.command import load_before, parser, write_rows
+from benchmarks.pinned import DYNAMIC, SMALL, prepare_corpus, step_milliseconds
 from benchmarks.settings import scheme_flags
 
 __all__ = ["bound", "measure"]
@@ -39,15 +36,16 @@ _LAYERS, _MICRO_BATCHES = 12, 8
 _CHANGE, _INTERVAL = 4, 4  # steps before the model changes, and between decisions about layers
 _MOVED = _CHANGE + _INTERVAL  # steps when layers have moved
 MODEL = (
-    f"--device cpu --num-layers {_LAYERS} --hidden-size 256 --ffn-hidden-size 1024 --num-attention-heads 4 "
-    "--seq-length 192 --max-position-embeddings 192 --position-embedding-type rope --normalization RMSNorm "
-    "--disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 "
-    "--train-iters 1000 "  # of which the first are run, so that the gate has something to gain
-    f"--pipeline-model-parallel-size 2 --micro-batch-size 1 --global-batch-size {_MICRO_BATCHES} --lr 1e-3 "
-    "--clip-grad 0 --eval-interval 100000 --eval-iters 0 --log-interval 1 --tensorboard-log-interval 1 "
-    "--num-workers 0 --tokenizer-type NullTokenizer --vocab-size 258 --null-tokenizer-eod-id 256 "
-    "--null-tokenizer-pad-id 257 --split 100,0,0"
-).split()
+    SMALL
+    + (
+        f"--num-layers {_LAYERS} --hidden-size 256 --ffn-hidden-size 1024 --num-attention-heads 4 --seq-length 192 "
+        "--max-position-embeddings 192 --normalization RMSNorm --disable-bias-linear "
+        "--untie-embeddings-and-output-weights --pipeline-model-parallel-size 2 --micro-batch-size 1 "
+        "--train-iters 1000 "  # of which the first are run, so that the gate has something to gain
+        f"--global-batch-size {_MICRO_BATCHES} --lr 1e-3 --clip-grad 0 --log-interval 1 --tensorboard-log-interval 1 "
+        "--num-workers 0"
+    ).split()
+)
 CASES = {
     "freezing": f"--freeze-layers 6 --freeze-layers-start {_CHANGE}",
     "early exit": scheme_flags(early_exit_layers=[1, 6], early_exit_threshold=0.2, early_exit_start=_CHANGE),
@@ -142,19 +140,16 @@ def measure(case: str, steps: int, rounds: int) -> tuple[list[dict[str, Any]], l
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="freezing alone, fewer steps, noisier figures")
-    parser.add_argument("--cases", nargs="+", choices=[*CASES], metavar="NAME", help="only these")
-    parser.add_argument("--json", metavar="FILE", help="also write the rows to FILE")
-    options = parser.parse_args()
-    load = os.getloadavg()[0]
+    options_of = parser("layers.training", __doc__, "freezing alone, fewer steps, noisier figures")
+    options_of.add_argument("--cases", nargs="+", choices=[*CASES], metavar="NAME", help="only these")
+    options = options_of.parse_args()
+    load = load_before()
     rows, wrong = [], []
     for case in options.cases or [case for case in CASES if not options.quick or case == "freezing"]:
         own, complaints = measure(case, *((5, 1) if options.quick else (8, 2)))
         rows += own
         wrong += complaints
-    after = os.getloadavg()[0]
-    print(f"{os.cpu_count()} cores, load {load:.1f} at the start, {after:.1f} at the end; seconds of a step, medians")
+    print(f"{load}; seconds of a step, medians")
     print(f"layers may move every {_INTERVAL} steps\n")
     print(
         f"{'':>10} {'':>9} {'before':>7} {'changed':>8} {'moved':>7} {'speedup':>8} {'quickest':>9} {'speedup':>8} "
@@ -171,8 +166,7 @@ def main() -> int:
         )
     for complaint in wrong:
         print(f"layers_training: {complaint}", file=sys.stderr)
-    if options.json:
-        write_text(options.json, json.dumps({"load": [load, after], "rows": rows}, indent=1) + "\n")
+    write_rows(options.json, rows, load=load)
     return 1 if wrong else 0
 
 

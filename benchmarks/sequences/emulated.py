@@ -30,21 +30,20 @@ Takes about 17 minutes on two idle cores, with --quick about two. Exit code 1 if
 
 import argparse
 import json
-import os
 import pickle
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from balancing.files import write_text
 from balancing.sequences import limit_seconds
-from benchmarks.emulated import EmulatedCluster, RankFailed, RunTimeout
+from benchmarks.command import exit_code, load_before, parser, write_rows
+from benchmarks.emulated import EmulatedCluster
 from benchmarks.emulated.rate import format_rate
 from benchmarks.sequences.emulated_rank import Job
 from benchmarks.sequences.emulated_workload import (
@@ -208,21 +207,6 @@ def _others(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row.method != "chunks"]
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.sequences.emulated",
-        description="Step time with documents of very different length on an emulated cluster, method by method.",
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="one cluster and distribution, fewer methods; about two minutes"
-    )
-    parser.add_argument("--cluster", choices=list(CLUSTERS), help="only this one; both by default")
-    parser.add_argument("--samples", action="store_true", help="data-parallel ranks, each with a sample of 32k tokens")
-    parser.add_argument("--host-free", action="store_true", help="operations of the engine cost the host nothing")
-    parser.add_argument("--json", metavar="FILE", help="write the rows to FILE")
-    return parser
-
-
 def _job(name: str, quick: bool, samples: bool, host: bool) -> Job:
     nodes, per_node = CLUSTERS[name]
     scale = Scale(nodes, per_node, _SAMPLE_TIME if samples else _TIME, host=host)
@@ -239,33 +223,31 @@ def _job(name: str, quick: bool, samples: bool, host: bool) -> Job:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code: 1 where ranks failed or a target was missed."""
-    options = _parser().parse_args(arguments)
+    options_of = parser("sequences.emulated", __doc__, "one cluster and distribution, fewer methods; two minutes")
+    add = options_of.add_argument
+    add("--cluster", choices=list(CLUSTERS), help="only this one; both by default")
+    add("--samples", action="store_true", help="data-parallel ranks, each with a sample of 32k tokens")
+    add("--host-free", action="store_true", help="operations of the engine cost the host nothing")
+    options = options_of.parse_args(arguments)
+    return exit_code("sequences_emulated", lambda: _run(options))
+
+
+def _run(options: argparse.Namespace) -> int:
     names = [options.cluster] if options.cluster else list(CLUSTERS)[:1] if options.quick else list(CLUSTERS)
     rows: list[Row] = []
-    load = os.getloadavg()[0]
-    print(f"emulated cluster on {os.cpu_count()} cores, no GPU; load {load:.1f} before the start", flush=True)
-    try:
-        for name in names:
-            job = _job(name, options.quick, options.samples, not options.host_free)
-            lines, reason = measure(job)
-            found = make_rows(name, job, lines)
-            _print(name, job, found, reason)
-            rows += found
-    except (RankFailed, RunTimeout) as error:
-        print(f"sequences_emulated: {error}", *getattr(error, "tail", ()), sep="\n", file=sys.stderr)
-        return 1
+    load = load_before()
+    print(f"emulated cluster, no GPU; {load}", flush=True)
+    for name in names:
+        job = _job(name, options.quick, options.samples, not options.host_free)
+        lines, reason = measure(job)
+        found = make_rows(name, job, lines)
+        _print(name, job, found, reason)
+        rows += found
     checks = targets(rows)
     print()
     for text, value, met in checks:
         print(f"  {'met   ' if met else 'MISSED'}  {text}: {value}")
-    if options.json:
-        content = {
-            "emulated": True,
-            "load": load,
-            "time": _TIME,
-            "rows": [asdict(row) for row in rows],
-        }
-        write_text(options.json, json.dumps(content, indent=1) + "\n")
+    write_rows(options.json, rows, load=load, time=_TIME)
     return 0 if all(met for *_, met in checks) else 1
 
 
