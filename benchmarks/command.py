@@ -4,7 +4,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from rich.table import Table
 from balancing.files import write_text
 from benchmarks.emulated.processes import RankFailed, RunTimeout
 
-__all__ = ["Row", "exit_code", "load_before", "parser", "show_methods", "show_table", "write_rows"]
+__all__ = ["Row", "exit_code", "load_before", "parser", "show_methods", "show_rows", "show_table", "write_rows"]
 
 
 def parser(module: str, doc: str | None, quick: str = "") -> argparse.ArgumentParser:
@@ -65,6 +65,14 @@ def show_table(title: str, heads: Sequence[str], lines: Iterable[Sequence[str]],
     for line in lines:
         table.add_row(*line)
     console.print(table, "")
+
+
+def show_rows(columns: str, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Print rows as a table. columns: "head=key:format; ...", or a key alone."""
+    parts = [column.partition("=") for column in columns.split("; ")]
+    keys = [(key or head).partition(":")[::2] for head, _, key in parts]
+    cells = [["" if row.get(key) is None else format(row[key], form) for key, form in keys] for row in rows]
+    show_table("", [head for head, *_ in parts], cells)
 
 
 @dataclass(frozen=True)

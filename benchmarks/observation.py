@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command import parser, write_rows
+from benchmarks.command import parser, show_rows, write_rows
 from benchmarks.pinned import run_ranks
 from benchmarks.replaced import replace_name
 
@@ -88,12 +88,8 @@ def main() -> None:
     options = parser("observation", __doc__, "fewer steps, noisier figures").parse_args()
     print("training on four ranks, every second step watched ...", flush=True)
     rows = measure(24 if options.quick else 104)
-    print(f"{'rank':>4} {'pairs':>5} {'step, ms':>9} {'CPU, ms':>8} {'wall ratio':>10} {'CPU ratio':>9}")
-    for row in rows:
-        print(
-            f"{row['rank']:>4} {row['pairs']:>5} {row['wall_step_ms']:>9.1f} {row['cpu_step_ms']:>8.1f} "
-            f"{row['wall_ratio']:>10.4f} {row['cpu_ratio']:>9.4f}"
-        )
+    show_rows("rank; pairs; step, ms=wall_step_ms:.1f; CPU, ms=cpu_step_ms:.1f; wall ratio=wall_ratio:.4f; "
+              "CPU ratio=cpu_ratio:.4f", rows)  # fmt: skip
     write_rows(options.json, rows)
 
 

@@ -27,6 +27,7 @@ from balancing.pipeline import Schedule, simulate_schedule
 from benchmarks.command import exit_code, load_before, parser, write_rows
 from benchmarks.emulated import EmulatedCluster
 from benchmarks.emulated.device import Device
+from benchmarks.emulated.paced import run_pipelines
 from benchmarks.emulated.rate import format_rate, parse_rate
 
 __all__ = ["Row", "main", "pipelines", "transfers"]
@@ -108,10 +109,7 @@ def _interleaved(ranks: int, micro_batches: int) -> list[_Pipeline]:
 
 def pipelines(cases: Sequence[_Pipeline], cluster: EmulatedCluster, repeats: int) -> list[Row]:
     """Time Megatron's schedules with paced stages, one rank a stage. Raises RankFailed and RunTimeout."""
-    job = json.dumps([case.job() | {"repeats": repeats} for case in cases])
-    arguments = ["ignore", "-m", "benchmarks.emulated.paced", job]
-    run = cluster.run("-W", arguments, timeout=_TIMEOUT)
-    measured = json.loads(run.output[0][-1])
+    measured = run_pipelines(cluster, [case.job() | {"repeats": repeats} for case in cases])
     return [
         Row(case.name, case.method, min(seconds), case.expected(), 0.95, 1.05)
         for case, seconds in zip(cases, measured, strict=True)
@@ -175,7 +173,7 @@ def transfers(repeats: int) -> tuple[list[Row], str | None]:
         patterns = [pattern for pattern, _ in _PATTERNS.values()]
         run = cluster.run(
             "-m",
-            ["benchmarks.emulated.transfers", "--bytes", str(size), "--repeats", str(repeats), *patterns],
+            ["benchmarks.emulated.transfers", str(size), str(repeats), *patterns],
             timeout=_TIMEOUT,
         )
     seconds = json.loads(run.output[0][-1])

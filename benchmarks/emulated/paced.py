@@ -25,9 +25,10 @@ import torch
 import torch.distributed as dist
 
 from balancing.clock import pace
+from benchmarks.emulated.cluster import EmulatedCluster
 from benchmarks.replaced import replace_name
 
-__all__ = ["PacedStage", "run_schedule", "schedule_arguments"]
+__all__ = ["PacedStage", "run_pipelines", "run_schedule", "schedule_arguments"]
 
 _TIMEOUT = timedelta(seconds=300)
 _HIDDEN = 16  # float32 values a position of the activations
@@ -262,6 +263,12 @@ def _fill(
         use_filled_schedule(stages[0].config, None)
 
     return finish
+
+
+def run_pipelines(cluster: EmulatedCluster, pipelines: Sequence[dict[str, Any]]) -> list[list[float]]:
+    """Seconds of each step of each pipeline on as many emulated ranks. pipelines: arguments of `run_schedule`."""
+    arguments = ["ignore", "-m", "benchmarks.emulated.paced", json.dumps(pipelines)]
+    return json.loads(cluster.run("-W", arguments, timeout=_TIMEOUT.total_seconds()).output[0][-1])
 
 
 def main() -> None:

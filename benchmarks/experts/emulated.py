@@ -54,41 +54,18 @@ _PIECES = 16  # of an expert's weights; a real one has 21
 CEILING = "forced balance"
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """How placements are made.
-
-    knows: "balance" alone, or costs too, with transfers "exposed" (Eq. 6) or "hidden" (Eq. 8). even: from even loads.
-    """
-
-    method: Any
-    slots: int = ExpertConfig().replica_slots
-    knows: str = "hidden"
-    even: bool = False
-
-
-_PLANS = {
-    "shadow": _Plan("shadow", knows="exposed"),
-    "shadow 8": _Plan("shadow", slots=8, knows="exposed"),
-    "prophet": _Plan("prophet"),
-    "prophet 8": _Plan("prophet", slots=8),
-    "eplb": _Plan("eplb", knows="balance"),
-    "eplb 8": _Plan("eplb", slots=8, knows="balance"),
-    "quota": _Plan("quota"),
-    "quota even": _Plan("quota", even=True),
-}
 VARIANTS = {
     variant.name: variant
     for variant in (
         Variant(CEILING, even=True),
-        Variant("quota on even load", "quota even", even=True),  # next to what it is compared with
+        Variant("quota on even load", "quota", even=True),  # next to what it is compared with
         Variant("none"),
-        Variant("shadow", "shadow"),
-        Variant("shadow, 8 slots", "shadow 8", slots=8),
+        Variant("shadow", "shadow", knows="exposed"),
+        Variant("shadow, 8 slots", "shadow", slots=8, knows="exposed"),
         Variant("prophet", "prophet"),
-        Variant("prophet, 8 slots", "prophet 8", slots=8),
-        Variant("eplb", "eplb"),
-        Variant("eplb, 8 slots", "eplb 8", slots=8),
+        Variant("prophet, 8 slots", "prophet", slots=8),
+        Variant("eplb", "eplb", knows="balance"),
+        Variant("eplb, 8 slots", "eplb", slots=8, knows="balance"),
         Variant("quota", "quota"),
         Variant("quota, whole transfers", "quota", posting="whole"),
         Variant("quota, transfers in parts", "quota", posting="parts"),
@@ -130,7 +107,7 @@ class Row:
     steps: int
 
 
-def _placements(plan: _Plan, loads: Loads, scale: Scale) -> tuple[np.ndarray, np.ndarray, str]:
+def _placements(plan: Variant, loads: Loads, scale: Scale) -> tuple[np.ndarray, np.ndarray, str]:
     """Slots int [step, layer, rank, slot], seconds of planning [step], and how tokens are split."""
     before = loads.even.before if plan.even else loads.before
     costs: dict[str, Any] = {}
@@ -144,7 +121,7 @@ def _placements(plan: _Plan, loads: Loads, scale: Scale) -> tuple[np.ndarray, np
             if plan.knows != "balance":
                 window = TransferWindow(hidden, not placed, before.shape[3])
                 costs = {"shape": SHAPE, "window": window}
-            each = plan_replicas(load, scale.cluster, slots=plan.slots, method=plan.method, **gate, **costs)
+            each = plan_replicas(load, scale.cluster, slots=plan.slots, method=plan.planner, **gate, **costs)
             split = each.split if each.replicas else split
             placed.append(each.slot_expert)
         seconds.append(time.thread_time() - begin)
@@ -188,8 +165,9 @@ def _write(folder: Path, loads: Loads, scale: Scale, variants: Sequence[Variant]
     """Write what ranks read of one model; returns the seconds of planning, [step] by name."""
     arrays = {"recorded": loads.now, "even": loads.even.now}
     split, planning = {}, {}
-    for name in sorted({variant.planned for variant in variants if variant.planned}):
-        arrays[f"slots of {name}"], planning[name], split[name] = _placements(_PLANS[name], loads, scale)
+    for each in variants:
+        if each.planner is not None:
+            arrays[f"slots of {each.name}"], planning[each.name], split[each.name] = _placements(each, loads, scale)
     job = {
         "layers": loads.now.shape[2],
         "experts": scale.experts,
@@ -231,7 +209,7 @@ def _row(variant: Variant, lines: list[dict[str, Any]], scale: Scale, planning: 
         of_ceiling=float(np.median(values("seconds", CEILING) / own)),
         exposed=float(np.median(values("exposed"))),
         imbalance=float(np.mean(values("imbalance"))),
-        planning=float(np.median(planning[variant.planned])) if variant.planned else 0.0,
+        planning=float(np.median(planning[variant.name])) if variant.planner else 0.0,
         sent_bytes=float(np.median(values("sent_bytes"))),
         steps=len(own),
     )

@@ -40,17 +40,19 @@ class Variant:
     """One configuration of the layers.
 
     name: of the method.
-    planned: name of the placements that it uses; None for Megatron's own layer.
+    planner: of replicas; None for Megatron's own layer.
     even: whether tokens are spread equally over experts, whatever was recorded.
     slots: number of slots of a rank.
+    knows: what the planner knows: "balance" alone, or costs too, with transfers "exposed" (Eq. 6) or "hidden" (Eq. 8).
     posting: "whole"; "parts", when compute begins, which leaves the links to exchanges of tokens; or "chosen": in
         parts, but the first layer's gradients whole.
     """
 
     name: str
-    planned: str | None = None
+    planner: str | None = None
     even: bool = False
     slots: int = ExpertConfig().replica_slots
+    knows: str = "hidden"
     posting: str = "chosen"
 
 
@@ -134,13 +136,13 @@ class _Model:
 
         parts = MoESubmodules(experts=experts, router=_Router)
         self.layers: list[Any] = [MoELayer(config, parts, number + 1, groups) for number in range(job["layers"])]
-        if variant.planned is not None:
+        if variant.planner is not None:
             for layer in self.layers:
                 balance_layer(layer, variant.slots)
         self.slots: Any = None
         for weight in self._home_weights():
             weight.main_grad, weight.tokens = torch.zeros_like(weight, dtype=torch.float32), 0
-        if variant.planned is not None:
+        if variant.planner is not None:
             self.slots = _slots(self.layers, variant, groups.transfers, float(job["expert_share"]))
 
     def _home_weights(self) -> list[Any]:
@@ -302,9 +304,9 @@ def _step(
     kind, warm_up, number = "even" if variant.even else "recorded", at < 0, max(at, 0)
     load, ranks = loads[kind][number], dist.get_world_size()
     placements = []
-    if variant.planned is not None:
-        home, split = contiguous_homes(job["experts"], ranks), job["split"][variant.planned]
-        plans = loads[f"slots of {variant.planned}"][number]
+    if variant.planner is not None:
+        home, split = contiguous_homes(job["experts"], ranks), job["split"][variant.name]
+        plans = loads[f"slots of {variant.name}"][number]
         node = job["ranks_per_node"], job["nics_per_node"]
         placements = [ReplicaPlacement(home, plan, split, *node) for plan in plans]
     routing = maps[kind][number][:1] if warm_up else maps[kind][number]

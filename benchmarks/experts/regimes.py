@@ -77,7 +77,7 @@ def _modelled(cell: tuple[int, int], scale: Scale) -> Cell:
     return Cell(layers, count, shares, {})
 
 
-def _emulate(cells: Sequence[Cell], scale: Scale, steps: int) -> None:
+def _emulate(cells: Sequence[Cell], scale: Scale) -> None:
     """Run the cells and fill in what was found."""
     variants = [VARIANTS[name] for name in (CEILING, *_METHODS.values())]
     launches: list[list[Cell]] = [[]]
@@ -86,7 +86,7 @@ def _emulate(cells: Sequence[Cell], scale: Scale, steps: int) -> None:
             launches.append([])
         launches[-1].append(cell)
     for launch in launches:
-        jobs = [(made_up_loads(scale, cell.layers, cell.micro_batches, steps), variants) for cell in launch]
+        jobs = [(made_up_loads(scale, cell.layers, cell.micro_batches, 1), variants) for cell in launch]
         found, reason = measure_all(jobs, scale)
         if reason:
             print(f"loopback, NICs not limited: {reason}")
@@ -120,7 +120,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options_of = parser("experts.regimes", __doc__, "8 ranks, five cells; three minutes")
     options_of.add_argument("--ranks", type=int, choices=(8, 16), default=8)
     options_of.add_argument("--cells", type=_cells, metavar="LxM,...", help="layers x micro-batches; all by default")
-    options_of.add_argument("--steps", type=int, default=1, help="number of steps of each cell (default 1)")
     options_of.add_argument("--modelled", action="store_true", help="model only, without emulation")
     options = options_of.parse_args(arguments)
     return exit_code("regimes", lambda: _run(options))
@@ -136,7 +135,7 @@ def _run(options: argparse.Namespace) -> int:
         for cell in cells:
             _print(cell)
     else:
-        _emulate(cells, scale, options.steps)
+        _emulate(cells, scale)
     write_rows(options.json, cells)
     return 0 if all(cell.kept for cell in cells) else 1
 

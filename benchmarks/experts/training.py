@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from balancing.trials import TrialConfig, TrialSchedule, median_gain
-from benchmarks.command import parser, write_rows
+from benchmarks.command import parser, show_rows, write_rows
 from benchmarks.pinned import SMALL, prepare_corpus, read_events, step_milliseconds
 
 MODEL = (
@@ -93,12 +93,8 @@ def measure(train: int, steps: int, rounds: int) -> list[dict[str, Any]]:
 def main() -> None:
     options = parser("experts.training", __doc__, "fewer steps, noisier figures").parse_args()
     rows = measure(10, 20, 1) if options.quick else measure(60, 50, 3)
-    print(f"{'balancing':>9} {'step, ms':>9} {'/ off':>6} {'max / mean':>10} {'steps':>6}")
-    for row in rows:
-        print(
-            f"{row['method']:>9} {row['step_ms']:>9.1f} {row['ratio_to_baseline']:>6.3f} "
-            f"{row['ratio_to_limit']:>10.3f} {row['steps']:>6}"
-        )
+    show_rows("method; step, ms=step_ms:.1f; / off=ratio_to_baseline:.3f; max / mean=ratio_to_limit:.3f; "
+              "steps", rows)  # fmt: skip
     write_rows(options.json, rows)
 
 

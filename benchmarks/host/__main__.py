@@ -1,6 +1,6 @@
 """What the balancers ask of the host: processor time, launches and messages of one layer, forward and backward.
 
-    python -m benchmarks.host [--quick] [--only attention|experts|report] [--json FILE]
+    python -m benchmarks.host [--quick] [--json FILE]
 
 Kernels return at once, torch's fake process group carries no message, and tensors are empty or tiny, so no GPU is
 needed and what is left is the host's part: Python, autograd and torch's dispatch, without what a launch costs CUDA's
@@ -75,21 +75,15 @@ def _missed(rows: Sequence[dict[str, Any]]) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
-    options_of = parser("host", __doc__, "up to 16 ranks")
-    options_of.add_argument("--only", choices=("attention", "experts", "report"), help="one of the tables")
-    options = options_of.parse_args(arguments)
+    options = parser("host", __doc__, "up to 16 ranks").parse_args(arguments)
     return exit_code("host", lambda: _run(options))
 
 
 def _run(options: argparse.Namespace) -> int:
     torch.set_num_threads(1)
-    rows: list[dict[str, Any]] = []
-    if options.only in (None, "attention"):
-        rows += _attention(options.quick)
-    if options.only in (None, "experts"):
-        rows += _others(layers.experts(options.quick), "an MoE layer, forward and backward")
-    if options.only in (None, "report"):
-        rows += _others(layers.report(), "the report's hooks, and the wrapper of a schedule")
+    rows = _attention(options.quick)
+    rows += _others(layers.experts(options.quick), "an MoE layer, forward and backward")
+    rows += _others(layers.report(), "the report's hooks, and the wrapper of a schedule")
     write_rows(options.json, rows)
     return 1 if _missed(rows) else 0
 

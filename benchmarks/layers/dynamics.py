@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command import parser, write_rows
+from benchmarks.command import parser, show_rows, write_rows
 from benchmarks.pinned import SMALL, prepare_corpus, read_events, train_alone
 from benchmarks.settings import scheme_flags
 
@@ -96,13 +96,8 @@ def main() -> None:
     options_of.add_argument("--schemes", metavar="TEXT", default="", help="only schemes whose name contains TEXT")
     options = options_of.parse_args()
     rows = measure_layers(*((6, 3) if options.quick else (10, 4)), options.schemes)
-    print(f"{'a layer under':>42} {'forward, ms':>12} {'backward, ms':>13} {'/ off':>6} {'/ limit':>8}")
-    for row in rows:
-        limit = "" if row["ratio_to_limit"] is None else f"{row['ratio_to_limit']:.2f}"
-        print(
-            f"{row['method']:>42} {row['forward_ms']:>12.2f} {row['backward_ms']:>13.2f} "
-            f"{row['ratio_to_baseline']:>6.2f} {limit:>8}"
-        )
+    show_rows("method; forward, ms=forward_ms:.2f; backward, ms=backward_ms:.2f; / off=ratio_to_baseline:.2f; "
+              "/ limit=ratio_to_limit:.2f", rows)  # fmt: skip
     write_rows(options.json, rows)
 
 

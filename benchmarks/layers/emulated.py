@@ -11,7 +11,6 @@ Exit code 1 if a row is out of its bounds.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from balancing.layers import LayerSeconds, StagePlan, plan_stages, refine_plan
 from balancing.layers.simulated_fill import simulate_fill
 from benchmarks.command import exit_code, load_before, parser, write_rows
 from benchmarks.emulated import EmulatedCluster
+from benchmarks.emulated.paced import run_pipelines
 from benchmarks.layers.traces import TRACES, trace
 
 __all__ = ["Row", "main", "measure", "slowed"]
@@ -96,9 +96,7 @@ def measure(
         pipeline = {name: values.tolist() for name, values in arrays.items()}
         pipelines.append(pipeline | {"micro_batches": micro_batches, "repeats": repeats})
     with EmulatedCluster(1, stages) as cluster:
-        arguments = ["ignore", "-m", "benchmarks.emulated.paced", json.dumps(pipelines)]
-        run = cluster.run("-W", arguments, timeout=280)
-    return [min(seconds) for seconds in json.loads(run.output[0][-1])]
+        return [min(seconds) for seconds in run_pipelines(cluster, pipelines)]
 
 
 def _simulated(cost: LayerSeconds, plan: StagePlan, share: float) -> float:

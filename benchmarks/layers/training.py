@@ -26,7 +26,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from balancing.layers import LayerSeconds, StagePlan
 from balancing.report import read_history
-from benchmarks.command import load_before, parser, write_rows
+from benchmarks.command import load_before, parser, show_rows, write_rows
 from benchmarks.pinned import DYNAMIC, SMALL, prepare_corpus, step_milliseconds
 from benchmarks.settings import scheme_flags
 
@@ -130,7 +130,7 @@ def measure(case: str, steps: int, rounds: int) -> tuple[list[dict[str, Any]], l
                 "bound": speedup,
                 "ratio_to_limit": speedup / ratio,
                 "layers": first if kind == "static" else [line["layout_after"] for m in moves for line in m],
-                "move_ms": None if kind == "static" else [line["apply_ms"] for m in moves for line in m],
+                "move_ms": max((line["apply_ms"] for m in moves for line in m if kind != "static"), default=None),
                 "loss_difference": apart,
                 "loss": each[0][-1],
                 "steps": len(found[kind]["moved"]),
@@ -151,19 +151,9 @@ def main() -> int:
         wrong += complaints
     print(f"{load}; seconds of a step, medians")
     print(f"layers may move every {_INTERVAL} steps\n")
-    print(
-        f"{'':>10} {'':>9} {'before':>7} {'changed':>8} {'moved':>7} {'speedup':>8} {'quickest':>9} {'speedup':>8} "
-        f"{'bound':>6} {'move, s':>8} {'losses apart':>13} {'steps':>6}"
-    )
-    for row in rows:
-        before, changed, moved = (row[f"{when}_ms"] / 1e3 for when in ("before", "changed", "moved"))
-        move = "" if row["move_ms"] is None else f"{max(row['move_ms'], default=0.0) / 1e3:.2f}"
-        print(
-            f"{row['case']:>10} {row['method']:>9} {before:>7.3f} {changed:>8.3f} {moved:>7.3f} "
-            f"{row['speedup']:>8.3f} {row['quickest_ms'] / 1e3:>9.3f} {row['quickest_speedup']:>8.3f} "
-            f"{row['bound']:>6.3f} {move:>8} "
-            f"{row['loss_difference']:>13.1e} {row['steps']:>6}"
-        )
+    show_rows("case; method; before, ms=before_ms:.0f; changed, ms=changed_ms:.0f; moved, ms=moved_ms:.0f; "
+              "quickest, ms=quickest_ms:.0f; speedup=speedup:.3f; by quickest=quickest_speedup:.3f; bound=bound:.3f; "
+              "move, ms=move_ms:.0f; losses apart=loss_difference:.1e; steps", rows)  # fmt: skip
     for complaint in wrong:
         print(f"layers_training: {complaint}", file=sys.stderr)
     write_rows(options.json, rows, load=load)

@@ -30,7 +30,6 @@ Nothing is trained here. Takes about a minute on one core, with --emulated four.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -55,6 +54,7 @@ from balancing.sequences.micro_batches import document_seconds
 from benchmarks.baselines import micro_batches as baselines
 from benchmarks.command import Row, exit_code, load_before, parser, show_methods, write_rows
 from benchmarks.emulated import EmulatedCluster
+from benchmarks.emulated.paced import run_pipelines
 from benchmarks.processor_time import milliseconds
 from benchmarks.sequences.lengths import DISTRIBUTIONS, draw_batch, draw_lengths
 from benchmarks.sequences.plans import sources
@@ -224,9 +224,7 @@ def _emulated(known: dict[str, str | np.ndarray], quick: bool) -> Iterator[Row]:
                 stages = [np.broadcast_to(one * slower / _STAGES, (_STAGES, 1, size)).tolist() for one in each]
                 pipelines.append({"forward": stages[0], "backward": stages[1], "micro_batches": size})
         with EmulatedCluster(1, _STAGES) as cluster:
-            arguments = ["ignore", "-m", "benchmarks.emulated.paced", json.dumps(pipelines)]
-            run = cluster.run("-W", arguments, timeout=280)
-        seconds = np.array(json.loads(run.output[0][-1])).reshape(turns, len(passes))
+            seconds = np.array(run_pipelines(cluster, pipelines)).reshape(turns, len(passes))
         ratios = np.median(seconds / seconds[:, -1:], axis=0)
         forbidden = least_imbalance(step.plan("balanced").seconds, size) > 1
         for method, ratio in zip(passes, ratios.tolist(), strict=True):

@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command import parser, write_rows
+from benchmarks.command import parser, show_rows, write_rows
 from benchmarks.pinned import SMALL, prepare_corpus, read_events, step_milliseconds
 from benchmarks.settings import settings
 
@@ -73,16 +73,9 @@ def measure(steps: int, rounds: int) -> list[dict[str, Any]]:
 def main() -> None:
     options = parser("sequences.training", __doc__, "fewer steps, noisier figures").parse_args()
     rows = measure(4, 1) if options.quick else measure(12, 3)
-    print(
-        f"{'planner':>8} {'step, ms':>9} {'/ ring':>6} {'/ limit':>7} {'exposed':>8} {'plan wait':>9} {'max/mean':>8} "
-        f"{'sent, MB':>8} {'steps':>5}"
-    )
-    for row in rows:
-        print(
-            f"{row['method']:>8} {row['step_ms']:>9.1f} {row['ratio_to_baseline']:>6.3f} {row['ratio_to_limit']:>7.3f} "
-            f"{row['exposed_ms']:>8.1f} {row['plan_wait_ms']:>9.1f} {row['area_imbalance']:>8.3f} "
-            f"{row['sent_bytes'] / 1e6:>8.1f} {row['steps']:>5}"
-        )
+    show_rows("method; step, ms=step_ms:.1f; / ring=ratio_to_baseline:.3f; / limit=ratio_to_limit:.3f; exposed="
+              "exposed_ms:.1f; plan wait=plan_wait_ms:.1f; max/mean=area_imbalance:.3f; bytes=sent_bytes:,.0f; steps",
+              rows)  # fmt: skip
     write_rows(options.json, rows)
 
 

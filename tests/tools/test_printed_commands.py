@@ -71,7 +71,7 @@ QUICK: dict[str, list[Form]] = {
 # In processes of their own, most with ranks. --quick is as short as it is printed.
 LONG: dict[str, list[Form]] = {
     "benchmarks.costs": [Form("", _MISSED), Form("--plans")],
-    "benchmarks.whatif": [Form(), Form("--planners")],
+    "benchmarks.whatif": [Form()],
     "benchmarks.host": [Form("--quick", _MISSED)],
     "benchmarks.idle": [Form("--quick")],
     "benchmarks.observation": [Form("--quick")],
