@@ -36,15 +36,13 @@ from benchmarks.settings import settings
 RANKS, STAGES, LAYERS, MICRO_BATCHES, TOKENS = 4, 2, 8, 8, 64
 WARM_UP = 4  # steps
 MODEL = (
-    SMALL
-    + (
-        f"--num-layers {LAYERS} --hidden-size 32 --num-attention-heads 4 --seq-length {TOKENS} "
-        f"--max-position-embeddings {TOKENS} --swiglu --disable-bias-linear --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 32 "
-        "--moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-2 --moe-router-force-load-balancing --lr 1e-3 "
-        "--micro-batch-size 1 --log-interval 100 --num-workers 1 --dataloader-inter-document-masking "
-        "--distributed-timeout-minutes 5"
-    ).split()
-)
+    f"{SMALL} "
+    f"--num-layers {LAYERS} --hidden-size 32 --num-attention-heads 4 --seq-length {TOKENS} --num-experts 8 "
+    f"--max-position-embeddings {TOKENS} --swiglu --disable-bias-linear --moe-router-topk 2 --moe-ffn-hidden-size 32 "
+    "--moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-2 --moe-router-force-load-balancing --lr 1e-3 "
+    "--micro-batch-size 1 --log-interval 100 --num-workers 1 --dataloader-inter-document-masking "
+    "--distributed-timeout-minutes 5"
+).split()
 LAYOUT = f"--pipeline-model-parallel-size {STAGES} --expert-model-parallel-size 2 --global-batch-size 16"
 # Name -> ranks, flags.
 RUNS = {

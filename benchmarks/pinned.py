@@ -28,7 +28,7 @@ SMALL = (
     "--device cpu --position-embedding-type rope --attention-dropout 0 --hidden-dropout 0 --eval-interval 100000 "
     "--eval-iters 0 --tokenizer-type NullTokenizer --vocab-size 258 --null-tokenizer-eod-id 256 "
     "--null-tokenizer-pad-id 257 --split 100,0,0"
-).split()
+)
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 _TIMEOUT = 3600.0  # seconds of one run
 _STEP = re.compile(r"iteration +(\d+)/.*elapsed time per iteration \(ms\): ([0-9.]+)")

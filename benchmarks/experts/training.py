@@ -20,15 +20,13 @@ from benchmarks.command import parser, show_rows, write_rows
 from benchmarks.pinned import SMALL, prepare_corpus, read_events, step_milliseconds
 
 MODEL = (
-    SMALL
-    + (
-        "--num-layers 2 --hidden-size 256 --ffn-hidden-size 512 --num-attention-heads 4 --seq-length 256 "
-        "--max-position-embeddings 256 --normalization RMSNorm --swiglu --disable-bias-linear --num-experts 8 "
-        "--moe-router-topk 2 --moe-ffn-hidden-size 768 --moe-token-dispatcher-type alltoall "
-        "--moe-router-load-balancing-type none --expert-model-parallel-size 2 --micro-batch-size 2 "
-        "--global-batch-size 8 --lr 1e-3 --log-interval 1 --num-workers 0 --ckpt-format torch_dist"
-    ).split()
-)
+    f"{SMALL} "
+    "--num-layers 2 --hidden-size 256 --ffn-hidden-size 512 --num-attention-heads 4 --seq-length 256 "
+    "--max-position-embeddings 256 --normalization RMSNorm --swiglu --disable-bias-linear --num-experts 8 "
+    "--moe-router-topk 2 --moe-ffn-hidden-size 768 --moe-token-dispatcher-type alltoall "
+    "--moe-router-load-balancing-type none --expert-model-parallel-size 2 --micro-batch-size 2 "
+    "--global-batch-size 8 --lr 1e-3 --log-interval 1 --num-workers 0 --ckpt-format torch_dist"
+).split()
 
 
 def _imbalance(report: Path) -> tuple[float, float]:

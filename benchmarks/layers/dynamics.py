@@ -18,39 +18,25 @@ from benchmarks.pinned import SMALL, prepare_corpus, read_events, train_alone
 from benchmarks.settings import scheme_flags
 
 MODEL = (
-    SMALL
-    + (
-        "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 1024 --max-position-embeddings 1024 "
-        "--untie-embeddings-and-output-weights --micro-batch-size 1 --global-batch-size 2 --lr 1e-3 --log-interval 1 "
-        "--num-workers 0"
-    ).split()
-)
+    f"{SMALL} "
+    "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 1024 --max-position-embeddings 1024 "
+    "--untie-embeddings-and-output-weights --micro-batch-size 1 --global-batch-size 2 --lr 1e-3 --log-interval 1 "
+    "--num-workers 0"
+).split()
 # scheme -> its flags, the layers (from 0) that it makes cheaper, and the share of their work that is left
 SCHEMES = {
     "off": ("", range(4), 1.0),
     "freezing": ("--freeze-layers 2 --freeze-layers-start 2", range(2), 1 / 3),
-    "pruning to 5 %": (
-        scheme_flags(prune_sparsity=0.95, prune_start=2, prune_end=2, prune_sparse_density=1),
-        range(4),
-        None,
-    ),
-    "sparse attention, 4 of 16 blocks": (
-        scheme_flags(sparse_attention="blocks", sparse_attention_block=64, sparse_attention_keep=4),
-        range(4),
-        None,
-    ),
-    "sparse attention by hash, 4 of 16 blocks": (
-        scheme_flags(sparse_attention="hash", sparse_attention_block=64, sparse_attention_keep=4),
-        range(4),
-        None,
-    ),
-    "early exit behind layer 2": (
-        scheme_flags(early_exit_layers=[2], early_exit_threshold=0.2),
-        range(2, 4),
-        None,
-    ),
+    "pruning to 5 %": (scheme_flags(prune_sparsity=0.95, prune_start=2, prune_end=2, prune_sparse_density=1), range(4),
+                       None),
+    **{
+        f"sparse attention{how}, 4 of 16 blocks": (
+            scheme_flags(sparse_attention=kind, sparse_attention_block=64, sparse_attention_keep=4), range(4), None
+        ) for kind, how in (("blocks", ""), ("hash", " by hash"))
+    },
+    "early exit behind layer 2": (scheme_flags(early_exit_layers=[2], early_exit_threshold=0.2), range(2, 4), None),
     "mixture of depths, 25 %": (scheme_flags(mixture_of_depths=0.25), (1, 3), 0.25),
-}
+}  # fmt: skip
 
 
 def measure_layers(steps: int, warm_up: int, named: str = "") -> list[dict[str, Any]]:

@@ -36,14 +36,12 @@ _ENVIRONMENT = {
     "MALLOC_TRIM_THRESHOLD_": str(2**34),
 }
 MODEL = (
-    SMALL
-    + (
-        f"--num-layers {LAYERS} --hidden-size 128 --ffn-hidden-size 512 --num-attention-heads 4 --seq-length 512 "
-        "--max-position-embeddings 512 --normalization RMSNorm --disable-bias-linear "
-        "--untie-embeddings-and-output-weights --micro-batch-size 1 --global-batch-size 1 --lr 1e-3 --num-workers 0 "
-        "--log-interval 10"
-    ).split()
-)
+    f"{SMALL} "
+    f"--num-layers {LAYERS} --hidden-size 128 --ffn-hidden-size 512 --num-attention-heads 4 --seq-length 512 "
+    "--max-position-embeddings 512 --normalization RMSNorm --disable-bias-linear "
+    "--untie-embeddings-and-output-weights --micro-batch-size 1 --global-batch-size 1 --lr 1e-3 --num-workers 0 "
+    "--log-interval 10"
+).split()
 FLAGS = {
     "layer freezing": "--freeze-layers 24 --freeze-layers-start 10 --freeze-layers-interval 2",
     # So early in training, layers behind the first hardly tell tokens apart: nearly all that are left exit together.

@@ -36,16 +36,14 @@ _LAYERS, _MICRO_BATCHES = 12, 8
 _CHANGE, _INTERVAL = 4, 4  # steps before the model changes, and between decisions about layers
 _MOVED = _CHANGE + _INTERVAL  # steps when layers have moved
 MODEL = (
-    SMALL
-    + (
-        f"--num-layers {_LAYERS} --hidden-size 256 --ffn-hidden-size 1024 --num-attention-heads 4 --seq-length 192 "
-        "--max-position-embeddings 192 --normalization RMSNorm --disable-bias-linear "
-        "--untie-embeddings-and-output-weights --pipeline-model-parallel-size 2 --micro-batch-size 1 "
-        "--train-iters 1000 "  # of which the first are run, so that the gate has something to gain
-        f"--global-batch-size {_MICRO_BATCHES} --lr 1e-3 --clip-grad 0 --log-interval 1 --tensorboard-log-interval 1 "
-        "--num-workers 0"
-    ).split()
-)
+    f"{SMALL} "
+    f"--num-layers {_LAYERS} --hidden-size 256 --ffn-hidden-size 1024 --num-attention-heads 4 --seq-length 192 "
+    "--max-position-embeddings 192 --normalization RMSNorm --disable-bias-linear "
+    "--untie-embeddings-and-output-weights --pipeline-model-parallel-size 2 --micro-batch-size 1 "
+    "--train-iters 1000 "  # of which the first are run, so that the gate has something to gain
+    f"--global-batch-size {_MICRO_BATCHES} --lr 1e-3 --clip-grad 0 --log-interval 1 --tensorboard-log-interval 1 "
+    "--num-workers 0"
+).split()
 CASES = {
     "freezing": f"--freeze-layers 6 --freeze-layers-start {_CHANGE}",
     "early exit": scheme_flags(early_exit_layers=[1, 6], early_exit_threshold=0.2, early_exit_start=_CHANGE),

@@ -20,14 +20,12 @@ from benchmarks.pinned import SMALL, prepare_corpus, read_events, step_milliseco
 from benchmarks.settings import settings
 
 MODEL = (
-    SMALL
-    + (
-        "--num-layers 2 --hidden-size 128 --ffn-hidden-size 256 --num-attention-heads 4 --seq-length 4096 "
-        "--max-position-embeddings 4096 --normalization RMSNorm --swiglu --disable-bias-linear "
-        "--context-parallel-size 2 --balance-sequences --dataloader-inter-document-masking --micro-batch-size 2 "
-        "--global-batch-size 4 --lr 1e-3 --log-interval 1 --num-workers 1"
-    ).split()
-)
+    f"{SMALL} "
+    "--num-layers 2 --hidden-size 128 --ffn-hidden-size 256 --num-attention-heads 4 --seq-length 4096 "
+    "--max-position-embeddings 4096 --normalization RMSNorm --swiglu --disable-bias-linear "
+    "--context-parallel-size 2 --balance-sequences --dataloader-inter-document-masking --micro-batch-size 2 "
+    "--global-batch-size 4 --lr 1e-3 --log-interval 1 --num-workers 1"
+).split()
 _BASELINE = "ring"
 _WARM_UP = 2  # steps
 

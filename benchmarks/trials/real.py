@@ -31,6 +31,7 @@ __all__ = ["CONFIG", "flags_of", "run_cases", "run_job", "steps_of"]
 _FASTER = 10
 CONFIG = TrialConfig(interval=TrialConfig().interval // _FASTER, share=0.2)
 _MODEL = (
+    f"{SMALL} "
     "--num-layers 2 --ffn-hidden-size 512 --normalization RMSNorm --swiglu --disable-bias-linear --num-experts 8 "
     "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type none "
     "--lr 1e-6 --log-interval 100000 --num-workers 0"
@@ -73,10 +74,9 @@ def flags_of(case: Case) -> list[str]:
         model = _TOKENS.format(*((3, 6) if "experts" in case.dear else (2, 8)))
     trials = settings("trials", interval=CONFIG.interval, share=CONFIG.share)
     length = model.split("--seq-length ")[1].split()[0]
-    own = (
+    return (
         f"{_MODEL} {model} --max-position-embeddings {length} --balance-experts --train-iters {steps_of(case)} {trials}"
-    )
-    return [*SMALL, *own.split()]
+    ).split()
 
 
 def run_cases(show: Callable[[dict[str, Any]], None]) -> None:
