@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from balancing.pipeline import Schedule, simulate_schedule
-from benchmarks.command import exit_code, load_before, parser, write_rows
+from benchmarks.command import exit_code, load_before, parser, show_table, write_rows
 from benchmarks.emulated import EmulatedCluster
 from benchmarks.emulated.device import Device
 from benchmarks.emulated.paced import run_pipelines
@@ -186,12 +186,11 @@ def transfers(repeats: int) -> tuple[list[Row], str | None]:
 
 
 def _print(rows: Sequence[Row]) -> None:
-    width = max(len(row.name) for row in rows)
-    print(f"{'':{width}}  {'expected by':12}  measured  expected  ratio  bounds")
-    for row in rows:
-        bounds = f"{row.low:.2f}-{row.high:.2f}" + ("" if row.within else "  OUT OF BOUNDS")
-        times = f"{row.measured:6.3f} s  {row.expected:6.3f} s  {row.ratio:5.3f}"
-        print(f"{row.name:{width}}  {row.method:12}  {times}  {bounds}")
+    lines = [
+        (row.name, row.method, f"{row.measured:.3f}", f"{row.expected:.3f}", f"{row.ratio:.3f}",
+         f"{row.low:.2f}-{row.high:.2f}" + ("" if row.within else "  OUT OF BOUNDS")) for row in rows
+    ]  # fmt: skip
+    show_table("", ("case", "method", "measured, s", "expected, s", "ratio", "bounds"), lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -197,14 +197,14 @@ def targets(rows: Sequence[Row]) -> list[tuple[str, str, bool]]:
         checks.append((f"chunks {_AIM_RING} times faster than ring, mean over MHA", f"{gain:.2f}", gain >= _AIM_RING))
     chunks = {(row.cluster, row.model, row.distribution): row.seconds for row in rows if row.method == "chunks"}
     if chunks:
-        worst, row = max((chunks[row.cluster, row.model, row.distribution] / row.seconds, row) for row in _others(rows))
+        worst, row = max(
+            (chunks[row.cluster, row.model, row.distribution] / row.seconds, row)
+            for row in rows
+            if row.method != "chunks"
+        )
         text = f"{worst:.3f} times as long as {row.method} on {row.distribution}, {row.model}, {row.cluster}"
         checks.append((f"chunks slower than no other, up to {_NOISE - 1:.0%}", text, worst <= _NOISE))
     return checks
-
-
-def _others(rows: Sequence[Row]) -> list[Row]:
-    return [row for row in rows if row.method != "chunks"]
 
 
 def _job(name: str, quick: bool, samples: bool, host: bool) -> Job:

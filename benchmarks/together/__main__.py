@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from balancing.command_line import whole_number
 from benchmarks.command import load_before, parser, write_rows
 from benchmarks.together.demo import MICRO_BATCHES, demonstrate, emulated, quick_steps
 from benchmarks.together.ranks import prepare, train
@@ -113,17 +114,11 @@ def _bench(options: argparse.Namespace) -> int:
     return 0
 
 
-def _milliseconds(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of milliseconds; give one, such as 25")
-    return int(text)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     options_of = parser("together", __doc__, "one turn, noisier figures")
     options_of.add_argument(
-        "--pace", type=_milliseconds, default=300, metavar="MS",
+        "--pace", type=whole_number(1, 60_000), default=300, metavar="MS",
         help="milliseconds of a layer's forward pass (300); more takes longer and makes the host's own work a smaller "
         "part of a step",
     )  # fmt: skip

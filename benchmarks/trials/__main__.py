@@ -17,15 +17,6 @@ from benchmarks.trials import emulated, real
 from benchmarks.trials.cases import CASES
 
 
-def _show(row: dict[str, Any]) -> None:
-    since = row["off_since"]
-    on = ", ".join(f"{name} {'on' if on else f'off since {since[name]}'}" for name, on in row["on"].items())
-    gains = ", ".join(f"{name} {gain}" for name, gain in row["gains"].items())
-    print(
-        f"{row['case']:<42} {row['steps']:>5} {row['step_ms']:>8.1f}  {on:<34} {row['cost']:>6.2%}  {gains}", flush=True
-    )
-
-
 def main() -> None:
     options_of = parser("trials", __doc__)
     options_of.add_argument("--real", action="store_true", help="train on two cores")
@@ -37,7 +28,11 @@ def main() -> None:
 
     def show(row: dict[str, Any]) -> None:
         rows.append(row)
-        _show(row)
+        of = row["on"].items()
+        on = ", ".join(f"{name} {'on' if on else 'off since ' + str(row['off_since'][name])}" for name, on in of)
+        gains = ", ".join(f"{name} {gain}" for name, gain in row["gains"].items())
+        about = f"{row['case']:<42} {row['steps']:>5} {row['step_ms']:>8.1f}"
+        print(f"{about}  {on:<34} {row['cost']:>6.2%}  {gains}", flush=True)
 
     (real if options.real else emulated).run_cases(show)
     write_rows(options.json, rows)
