@@ -65,16 +65,12 @@ def measure_layers(steps: int, warm_up: int, named: str = "") -> list[dict[str, 
             if flags.startswith("--early-exit"):
                 shares = [e for e in events if e.get("scheme") == "early exit"][warm_up:]
                 left = statistics.mean(sum(e["tokens"][2:]) / sum(e["tokens_all"][2:]) for e in shares)
-            whole = (rows or [row])[0]
-            row["ratio_to_baseline"] = _total(row) / _total(whole)
+            of_row, of_off = (each["forward_ms"] + each["backward_ms"] for each in (row, (rows or [row])[0]))
+            row["ratio_to_baseline"] = of_row / of_off
             row["ratio_to_limit"] = None if left is None else row["ratio_to_baseline"] / left
             rows.append(row)
             print(f"{scheme}: measured", file=sys.stderr, flush=True)
     return rows
-
-
-def _total(row: dict[str, Any]) -> float:
-    return row["forward_ms"] + row["backward_ms"]
 
 
 def main() -> None:
