@@ -133,13 +133,21 @@ class LateCopies:
         self._splitter, self._permille, self._least = splitter, permille, least
 
     def __call__(self, totals: np.ndarray) -> Splitter:
-        """The splitter over the placement with its late copies.
+        """The splitter over the placement with its late copies. totals: int64 [expert], tokens of each expert."""
+        return self._with_quotas(totals)[0]
 
-        totals: int64 [expert], tokens of each expert.
-        """
+    def split(self, load: np.ndarray) -> tuple[ReplicaPlacement, np.ndarray]:
+        """The placement with its late copies, and the tokens of each source rank that each instance serves: int64
+        [source_rank, physical]. load: int [source_rank, expert]."""
+        splitter, quota = self._with_quotas(load.sum(0))
+        return splitter.placement, splitter(load, quota)
+
+    def _with_quotas(self, totals: np.ndarray) -> tuple[Splitter, np.ndarray]:
         splitter, ranks = self._splitter, self._splitter.placement.num_ranks
-        quota = splitter.quotas(totals)
+        before = quota = splitter.quotas(totals)
         first = busiest = _busiest(quota, ranks)
+        if 1000 * ranks * first <= self._permille * int(totals.sum()):
+            return splitter, quota
         for _ in range(LATE_ROUNDS):
             late = _Choice(splitter.placement, quota, self._permille, self._least)()
             if np.array_equal(late, splitter.placement.late):
@@ -147,7 +155,7 @@ class LateCopies:
             splitter = self._splitter.with_late(late)
             quota = splitter.quotas(totals)
             busiest = _busiest(quota, ranks)
-        return splitter if busiest + max(self._least, 1) <= first else self._splitter
+        return (splitter, quota) if busiest + max(self._least, 1) <= first else (self._splitter, before)
 
 
 def _busiest(quota: np.ndarray, ranks: int) -> int:

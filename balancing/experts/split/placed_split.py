@@ -85,7 +85,7 @@ class PlacedSplit:
         self.placement, self._device = tables.placement, tables.device
         self._order, self._ends = indices[1], indices[2:].reshape(-1)
         self.expert: torch.Tensor = torch.as_tensor(indices[0])
-        self._splitter, self._kernels = tables.splitter, None
+        self._tables, self._splitter, self._kernels = tables, tables.splitter, None
         if kernel_tables is not None:
             from balancing.experts.split.split_kernel import SplitKernels
 
@@ -117,9 +117,9 @@ class PlacedSplit:
             return LateSplit(served, before, names.clamp(min=0), names.view(len(load), -1)[:, -place.late_slots :])
         assert self._splitter is not None
         counts = load if self._device is None else load.cpu().numpy()
-        splitter = LateCopies(self._splitter, permille, least)(counts.sum(0))
-        split, (expert, order, *ends) = splitter(counts), _indices(splitter.placement)
-        found = split, _tokens_before(split, order, np.concatenate(ends)), expert, splitter.placement.late
+        placed, tokens = LateCopies(self._splitter, permille, least).split(counts)
+        expert, order, *ends = self._tables.indices if placed is place else _indices(placed)
+        found = tokens, _tokens_before(tokens, order, np.concatenate(ends)), expert, placed.late
         device = self._device
         return LateSplit(*(found if device is None else [upload(np.ascontiguousarray(part), device) for part in found]))
 

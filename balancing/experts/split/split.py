@@ -121,10 +121,11 @@ class Splitter:
         """The splitter with these late copies instead of empty late slots. late: int [rank, late slot]."""
         return Splitter(self.placement.with_late(late), start=self)
 
-    def __call__(self, load: np.ndarray) -> np.ndarray:
+    def __call__(self, load: np.ndarray, quota: np.ndarray | None = None) -> np.ndarray:
         """Tokens of each source rank that each instance serves: int64 [source_rank, physical].
 
         load: int [source_rank, expert], not checked.
+        quota: `quotas` of the load, if they are known.
         """
         starting = np.ascontiguousarray(load.T, dtype=np.int64)  # [expert, source], so that lookups read whole rows
         served = np.zeros((len(self.placement.phys2log), self.placement.num_ranks), dtype=np.int64)
@@ -133,7 +134,8 @@ class Splitter:
             return served.T
         if self.placement.split == "own":
             return self._serve_own(starting, served).T
-        served[self._physical] = self._by_source(starting, self.quotas(starting.sum(1))[self._physical])
+        quota = self.quotas(starting.sum(1)) if quota is None else quota
+        served[self._physical] = self._by_source(starting, quota[self._physical])
         return served.T
 
     def quotas(self, totals: np.ndarray) -> np.ndarray:
