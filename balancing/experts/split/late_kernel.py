@@ -8,7 +8,7 @@ expert with late copies leaves its class and gets a turn of its own in each swee
 import triton
 import triton.language as tl
 
-from balancing.experts.split.split_kernel import EXPERT, PHYSICAL, POSITION, ROWS, instances, pour
+from balancing.experts.split.kernel_steps import EXPERT, PHYSICAL, POSITION, ROWS, instances, pour
 
 __all__ = ["add_late"]
 
