@@ -219,11 +219,6 @@ def test_memory_is_estimated_on_the_safe_side(tmp_path, capsys):
         estimate_memory(replace(run, memory=np.zeros(0)))
 
 
-def test_no_run_at_all(tmp_path, capsys):
-    code, _, err = command(capsys, tmp_path)
-    assert code == 2 and "holds no events.jsonl" in err and err.count("\n") == 1
-
-
 # ---- several chunks a stage
 
 

@@ -67,6 +67,8 @@ QUICK: dict[str, list[Form]] = {
     "benchmarks.whatif": [Form("--gains"), Form("--emulated")],
     "benchmarks.layers.plans": [Form("--quick --layers 8 --trace benchmarks/traces/early_exit.npz", _MISSED)],
     "benchmarks.layers.overlap": [Form("--quick", _MISSED)],
+    "benchmarks.sequences.data_parallel": [Form("--quick")],
+    "benchmarks.headlines": [Form("--only layers")],
 }
 # In processes of their own, most with ranks. --quick is as short as it is printed.
 LONG: dict[str, list[Form]] = {
@@ -100,7 +102,6 @@ TESTED: dict[str, list[Form]] = {
     "benchmarks.published": [_tested("--quick --only", "tests/tools/test_published.py")],
     "benchmarks.headlines": [_tested("--emulated", "tests/tools/test_headlines.py")],
     "benchmarks.sequences.micro_batches": [_tested("--quick --lengths", "tests/sequences/test_micro_batches.py")],
-    "benchmarks.sequences.data_parallel": [_tested("", "tests/sequences/test_data_parallel.py")],
     "tests.support.recipes": [_tested("", "tests/tools/test_recipe.py")],
     "tests.support.limits": [_tested("", "tests/tools/test_support.py")],
     "balancing.doctor": [_tested("", "tests/tools/test_doctor.py")],
