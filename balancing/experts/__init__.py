@@ -12,6 +12,7 @@ Glossary
     slot                     memory for one replica on one rank. Every rank has the same number of slots.
     instance                 the expert at home or one of its replicas; instances compute tokens.
     physical expert          a place for an instance, numbered rank by rank: homes first, then slots.
+    late copy                a replica that is added inside the layer, from the load of the micro-batch (`late`).
     placement                which expert is in which slot of which rank (`ReplicaPlacement`). Planners return it.
     load                     tokens [source_rank, expert]: how many tokens on each rank chose each expert.
     split                    how many of these tokens each instance serves: [source_rank, physical].
@@ -33,6 +34,7 @@ Example: 3 ranks, 3 experts, one slot a rank. Expert 0 is hot.
 """
 
 from balancing.experts.cost import ExpertShape, MoELayerCost, TransferWindow, break_even_tokens, layer_cost
+from balancing.experts.late import add_late_copies, late_tokens
 from balancing.experts.load_history import LoadHistory, total_variation
 from balancing.experts.placement import Copy, ReplicaPlacement, contiguous_homes
 from balancing.experts.plan import METHODS, plan_replicas, plan_replicas_layers
@@ -47,8 +49,10 @@ __all__ = [
     "ReplicaPlacement",
     "Splitter",
     "TransferWindow",
+    "add_late_copies",
     "break_even_tokens",
     "contiguous_homes",
+    "late_tokens",
     "layer_cost",
     "plan_replicas",
     "plan_replicas_layers",

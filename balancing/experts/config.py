@@ -24,6 +24,13 @@ class ExpertConfig:
         metavar="N",
         least=0,
     )
+    late_slots: int = setting(
+        0,
+        "Late copies on a rank: replicas that are added inside a layer, where the exact load of a micro-batch is above "
+        "1.04 times the mean in spite of the planned ones. 0: none.",
+        least=0,
+        most=1,
+    )
     planner: str = setting(
         "quota",
         "quota: replicas are placed from past loads, and tokens are divided exactly by the current load. prophet: the "

@@ -8,7 +8,7 @@ ranks x (homes + slots) experts.
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from typing import Any, Literal, NamedTuple, get_args
@@ -54,6 +54,8 @@ class ReplicaPlacement:
     split: how tokens are divided over instances, see `SplitRule`.
     ranks_per_node: ranks 0 to ranks_per_node - 1 are on the first node, and so on; 0: all ranks on one node.
     nics_per_node: NICs of a node, shared by neighbouring ranks; 0: one for each rank.
+    late_slots: the last so many slots of each rank are for late copies (`add_late_copies`), decided inside the layer.
+        Planners leave them empty.
 
     The arrays are copied and made read-only. Raises ValueError for homes that are uneven or no valid ranks. Raises it
     for a slot with an expert that does not exist, that is at home on the rank, or that is in another slot of the rank.
@@ -64,6 +66,7 @@ class ReplicaPlacement:
     split: SplitRule = "level"
     ranks_per_node: int = 0
     nics_per_node: int = 0
+    late_slots: int = 0
 
     def __post_init__(self) -> None:
         home, slots = _frozen(self.home, 1, "home"), _frozen(self.slot_expert, 2, "slot_expert")
@@ -72,6 +75,10 @@ class ReplicaPlacement:
             raise ValueError(f"split={self.split!r} is not one of {', '.join(get_args(SplitRule))}")
         if not 0 <= self.ranks_per_node <= max(ranks, 1):
             raise ValueError(f"ranks_per_node={self.ranks_per_node} must lie between 0 and the {ranks} ranks")
+        if not 0 <= self.late_slots <= slots.shape[1]:
+            raise ValueError(
+                f"late_slots={self.late_slots} must lie between 0 and the {slots.shape[1]} slots of a rank"
+            )
         _check_homes(home, ranks)
         if slots.size and not -1 <= slots.min() <= slots.max() < experts:
             wrong = int(slots.max() if slots.max() >= experts else slots.min())
@@ -111,6 +118,39 @@ class ReplicaPlacement:
     def replicas(self) -> int:
         """Number of replicas on all ranks together."""
         return int((self.slot_expert >= 0).sum())
+
+    @property
+    def late(self) -> np.ndarray:
+        """The late copies: int64 [rank, late slot], the expert in each late slot, -1 in empty ones."""
+        return self.slot_expert[:, self.slots - self.late_slots :]
+
+    @property
+    def late_copies(self) -> int:
+        """Number of late copies on all ranks together."""
+        return int((self.late >= 0).sum())
+
+    @cached_property
+    def late_experts(self) -> tuple[int, ...]:
+        """The experts with late copies, in the order of late slots: the first slot of all ranks, then the second."""
+        return tuple(dict.fromkeys(self.late.T[self.late.T >= 0].tolist()))
+
+    @cached_property
+    def planned(self) -> "ReplicaPlacement":
+        """The placement without its late slots; itself if it has none."""
+        return replace(self, slot_expert=self._planned_slots, late_slots=0) if self.late_slots else self
+
+    @property
+    def _planned_slots(self) -> np.ndarray:
+        return self.slot_expert[:, : self.slots - self.late_slots]
+
+    def with_late(self, late: ArrayLike) -> "ReplicaPlacement":
+        """The planned replicas with these late slots in place of others.
+
+        late: int [rank, late slot], -1 in empty slots.
+        """
+        columns = _frozen(late, 2, "late")
+        slots = np.concatenate([self._planned_slots, columns], axis=1)
+        return replace(self, slot_expert=slots, late_slots=columns.shape[1])
 
     def ranks(self, expert: int) -> tuple[int, ...]:
         """The ranks that hold `expert`: the home, then the others in ascending order."""
@@ -158,8 +198,20 @@ class ReplicaPlacement:
         one copy. Gradients travel in the reverse order and each rank adds its own, so the order of the sum is fixed.
 
         The ranks at which an expert leaves a node and enters the next are chosen so that the NICs of a node send and
-        receive equally often. The other ranks of a node are in ascending order.
+        receive equally often. The other ranks of a node are in ascending order. Ranks with late copies
+        follow the others of their node, in ascending order; those of new nodes come last.
         """
+        if self.late_copies:
+            chains = dict(self.planned.chains)
+            for hot in self.late_experts:
+                planned = chains.get(hot, (int(self.home[hot]),))
+                nodes = {rank // self.ranks_per_node: at for at, rank in enumerate(planned)}
+                late = [(nodes.get(rank // self.ranks_per_node, len(planned)), 1, rank)
+                        for rank in np.flatnonzero((self.late == hot).any(1)).tolist()]  # fmt: skip
+                chains[hot] = tuple(
+                    rank for *_, rank in sorted([(at, 0, rank) for at, rank in enumerate(planned)] + late)
+                )
+            return dict(sorted(chains.items()))
         rank, slot = np.nonzero(self.slot_expert >= 0)
         expert = self.slot_expert[rank, slot]
         order = np.argsort(expert, kind="stable")
@@ -198,7 +250,7 @@ class ReplicaPlacement:
 
     @cached_property
     def _digest(self) -> str:
-        sizes = f"{self.split} {self.ranks_per_node} {self.nics_per_node} {self.slot_expert.shape}"
+        sizes = f"{self.split} {self.ranks_per_node} {self.nics_per_node} {self.late_slots} {self.slot_expert.shape}"
         content = hashlib.sha256(sizes.encode())
         content.update(self.home.tobytes())
         content.update(self.slot_expert.tobytes())
@@ -215,8 +267,13 @@ def color_by_rank(placement: ReplicaPlacement) -> list[list[int]]:
     """The experts with replicas, in classes whose members share no rank, so that a class is balanced in one step.
 
     Greedy coloring (first fit, longest chains first) of a graph: vertices are experts, edges join experts with a common
-    rank, and colors are the classes.
+    rank, and colors are the classes. Experts with late copies come after all others, each in a class of its own, so
+    that a split with late copies needs no other tables than the split without them.
     """
+    if placement.late_copies:
+        late = placement.late_experts
+        planned = ([hot for hot in members if hot not in late] for members in color_by_rank(placement.planned))
+        return [*filter(None, planned), *([hot] for hot in late)]
     chains = placement.chains
     classes: list[list[int]] = []
     taken: list[int] = []  # the ranks in use in each class, one bit a rank

@@ -62,6 +62,7 @@ imbalance is that of tokens of expert-parallel ranks, mean over micro-batches; b
 rank, after: with replicas:
     tokens_per_rank     [expert-parallel rank], with replicas
     replicas            slots in use over all ranks
+    late_copies         replicas that were added inside the layer, over all ranks and micro-batches
     drift               share of the layer's tokens that changed experts between the last two iterations before this one
     plan_age            iterations since the loads for which the replicas were placed
     plan_wait_ms        how long the step waited for plans

@@ -97,7 +97,7 @@ def _rank(case: Case) -> dict[str, Any]:
     run = Run()
     for name in case.expected:
         run.add(balancer := StepCallback())
-        balancer.trial_name = name
+        balancer.name = name
     trials = StepTrials(run, TrialConfig(), steps=case.steps)
     watch, work, ready = Watch(case, case.steps, TrialConfig()), Work(case, dist.get_rank()), torch.zeros(1)
     for iteration in range(case.steps):

@@ -23,7 +23,6 @@ from megatron.balanced.shared.callbacks import StepCallback
 from megatron.balanced.shared.counters import keep_counters_exact
 from megatron.balanced.shared.loss_scale import share_loss_scale
 from megatron.balanced.shared.model_checks import unmark_model
-from megatron.balanced.shared.num_microbatches import schedule_of
 from megatron.balanced.trials.step_trials import StepTrials
 
 __all__ = ["Balancers", "ExpertBalancer", "LayerBalancer", "SequenceBalancer"]
@@ -81,7 +80,8 @@ class Balancers:
             config = get_model_config(_first(kwargs["model"]))
             share_loss_scale(config.grad_scale_func)
             self.run.schedule, self.run.data = forward_backward_func, kwargs.get("data_iterator")
-            with schedule_of(kwargs["num_microbatches"]), self.run.may_fail():
+            self.run.micro_batches = kwargs["num_microbatches"]
+            with self.run.may_fail():
                 result = step(self.run, config, lambda schedule: schedule(*args, **kwargs))
             self.run.iteration += 1
             return result

@@ -7,12 +7,12 @@ call the same `step`.
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.balanced.shared.callbacks import StepCallback
 from megatron.balanced.shared.job import Job
 
-__all__ = ["Run", "step"]
+__all__ = ["Run", "Trained", "step"]
 
 
 def step(run: "Run", config: Any, train: Callable[[Callable], Any]) -> Any:
@@ -26,7 +26,7 @@ def step(run: "Run", config: Any, train: Callable[[Callable], Any]) -> Any:
     # 1. The report's clock starts, trials choose which balancers the step leaves out, and the model may change.
     for callback in run.first:
         callback.begin_step(run.iteration, config)
-    active = [balancer for balancer in run.balancers if balancer.trial_name not in run.left_out]
+    active = [balancer for balancer in run.balancers if balancer.name not in run.left_out]
     skipped = [balancer for balancer in run.balancers if balancer not in active]
 
     # 2. Layers decide, and may move.
@@ -57,6 +57,13 @@ def step(run: "Run", config: Any, train: Callable[[Callable], Any]) -> Any:
     return run.result
 
 
+class Trained(NamedTuple):
+    """How far the training was when this run began."""
+
+    steps: int
+    samples: int
+
+
 class Run:
     """What a loop has, and who takes part in its steps. One on each rank for each model.
 
@@ -72,11 +79,15 @@ class Run:
     chunks: model chunks of this rank, in their wrappers for data parallelism.
     optimizer, scheduler: those of the model, from the first step on; None in a loop that does not pass them.
     data: iterator over micro-batches, or a list with one for each model chunk.
+    micro_batches: number of micro-batches of the step in progress, or of the last one.
+    trained: steps and samples before this run, once a checkpoint is loaded; None in a loop that does not say.
     schedule: the schedule of the step in progress, in the loop's own wrappers.
     new_schedule: replaces the loop's own, where process groups have changed since the loop chose it.
     iteration: number (from 0) of the step in progress, or of the next one.
     next_step: number (from 0) of the optimizer step that begins, where layers have not decided since the last one.
-    left_out: `trial_name` of the balancers that the step in progress leaves out.
+    left_out: `name` of the balancers that the step in progress leaves out.
+    left_out_ahead: name of a balancer -> iteration -> whether that step will leave it out, also in other processes.
+        Called once a checkpoint is loaded. None if that is not known in advance, or if no step leaves out a balancer.
     result: what the loop's own part of the last step has returned.
     """
 
@@ -96,11 +107,14 @@ class Run:
         self.optimizer: Any = None
         self.scheduler: Any = None
         self.data: Any = None
+        self.micro_batches = 0
+        self.trained: Callable[[], Trained] | None = None
         self.schedule: Any = None
         self.new_schedule: Callable | None = None
         self.iteration = 0
         self.next_step: int | None = None
         self.left_out: frozenset[str] = frozenset()
+        self.left_out_ahead: Callable[[str], Callable[[int], bool]] | None = None
         self.result: Any = None
 
     @property
@@ -165,7 +179,7 @@ class Run:
         return [
             callback
             for callback in reversed(self.callbacks)
-            if callback.trial_name not in self.left_out or (callback.follows_data and not reports)
+            if callback.name not in self.left_out or (callback.follows_data and not reports)
         ]
 
     @contextlib.contextmanager

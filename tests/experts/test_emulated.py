@@ -44,7 +44,7 @@ def test_loads_are_those_of_the_trace():
 
 @pytest.mark.exhaustive
 def test_a_run_is_right_and_takes_no_less_than_its_work():
-    names = (CEILING, "none", "shadow", "quota", "quota, shared slots", "quota: planner only")
+    names = (CEILING, "none", "shadow", "quota", "quota, whole transfers", "quota, transfers in parts")
     scale, layers, micro_batches = Scale(4, 8, 0.01), 2, 2
     loads = made_up_loads(scale, layers, micro_batches, steps=1)
     rows, reason = measure(loads, scale, [VARIANTS[name] for name in names], limited=False, timeout=PATIENCE)

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from balancing.experts import ReplicaPlacement, contiguous_homes
+from balancing.experts.late import LateCopies
 from balancing.experts.placement import color_by_rank
+from balancing.experts.split.placed_split import SplitTables, place_all
 from balancing.experts.split.split import Splitter
 from balancing.upload import upload
 from tests.support.command import run_python
@@ -57,7 +59,7 @@ def test_kernels_that_cannot_be_compiled_are_not_used(monkeypatch):
     split_kernel.kernels_work.cache_clear()
 
 
-@pytest.mark.parametrize(("kernel", "pointers"), [("balance", 3), ("divide", 4)])
+@pytest.mark.parametrize(("kernel", "pointers"), [("balance", 3), ("divide", 5), ("add_late", 5)])
 @pytest.mark.parametrize("architecture", [80, 90])
 def test_the_kernels_compile_for_gpus(kernel, pointers, architecture):
     from triton import compile
@@ -65,13 +67,16 @@ def test_the_kernels_compile_for_gpus(kernel, pointers, architecture):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from balancing.experts.split import split_kernel
+    from balancing.experts.split import late_kernel, split_kernel
 
     if "nvidia" not in backends:
         pytest.skip("this Triton does not compile for Nvidia's GPUs")
-    function = getattr(split_kernel, kernel)
+    function = getattr(late_kernel if kernel == "add_late" else split_kernel, kernel)
     types = {name: "*i64" if at < pointers else "i32" for at, name in enumerate(function.arg_names)}
-    source = ASTSource(function, types | {"tables": "*i32", "WIDTH": "constexpr"}, constexprs={"WIDTH": 64})
+    sizes = {"WIDTH": 64, "LATE": 1, "LOCALS": 8, "ROUNDS": 2}
+    sizes = {name: size for name, size in sizes.items() if name in types}
+    types |= {"tables": "*i32"} | dict.fromkeys(sizes, "constexpr")
+    source = ASTSource(function, types, constexprs=sizes)
     options = split_kernel.launch_options(64)
     del options["WIDTH"]
     compiled = compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
@@ -82,7 +87,7 @@ def compare() -> int:
     """Split all cases with NumPy and with the kernels, on the CPU. How many there were."""
     from balancing.experts.split.split_kernel import SplitKernels, kernel_tables, kernels_work
 
-    splits = 0
+    splits = copies = 0
     for placement, load, sweeps in _cases():
         classes = color_by_rank(placement)
         tables = upload(kernel_tables(placement, classes), None)
@@ -90,7 +95,22 @@ def compare() -> int:
         found = kernels(torch.from_numpy(load)).numpy()
         assert np.array_equal(found, Splitter(placement, sweeps=sweeps)(load)), (placement, load, sweeps)
         splits += 1
-    assert all(kernels_work(ranks, torch.device("cpu")) for ranks in (2, 7, 16))
+        if placement.split != "level":
+            continue
+        slots, permille, least = splits % 2 + 1, 1000 + 20 * (splits % 3), (0, 30)[splits % 2]
+        empty = placement.with_late(np.full((len(load), slots), -1))
+        tables = upload(kernel_tables(empty, classes), None)
+        late = SplitKernels(empty, len(classes), sweeps, tables)
+        served, before, names = late.with_late(torch.from_numpy(load), permille, least)
+        expected = LateCopies(Splitter(empty, sweeps=sweeps), permille, least)(load.sum(0))
+        assert np.array_equal(names.numpy(), expected.placement.phys2log), (placement, load)
+        assert np.array_equal(served.numpy(), expected(load)), (placement, load)
+        (placed,) = place_all([SplitTables(expected.placement, None)], None)
+        some = served.numpy() > 0
+        assert np.array_equal(before.numpy()[some], placed.tokens_before(served.numpy())[some])
+        copies += expected.placement.late_copies
+    assert all(kernels_work(ranks, torch.device("cpu"), ranks % 3) for ranks in (2, 7, 16))
+    assert copies > 20
     return splits
 
 

@@ -121,6 +121,30 @@ def test_replicas_with_everything_else(pool, tmp_path, case, mode):
     )
 
 
+LATE = {**LAYOUTS, **{case: flags for case, flags in OTHERS.items() if case != "capacity"}}
+
+
+@pytest.mark.parametrize(
+    "case, dispatcher, mode, slots",
+    sampled(
+        itertools.product(LATE, DISPATCHERS, MODES, (0, 1)),
+        ("EP 4", "alltoall", "resident", 1),
+        ("full recompute", "alltoall", "shared", 0),
+    ),
+)
+def test_late_copies_change_no_number(pool, tmp_path, case, dispatcher, mode, slots):
+    """Beside old placements, and beside none."""
+    ranks, flags = LATE[case]
+    flags += f" --moe-token-dispatcher-type {dispatcher}"
+    late = settings("experts", replica_mode=mode, replica_slots=slots, late_slots=1, plan_interval=5)
+    balance = f"--balance-experts --balance-report {tmp_path} {late}"
+    run = train(pool, ranks, f"{flags} {balance}", base=BASE, parameters=True)
+    lines = events_in(tmp_path, action="replicate")
+    assert sum(line["late_copies"] for line in lines) > 3, "hardly any late copies, so nothing was tested"
+    assert max(line["imbalance_after"] for line in lines) < 1.2
+    assert_close(run, _reference(pool, ranks, flags))
+
+
 def test_how_often_replicas_are_placed(pool, tmp_path):
     """Every fifth iteration. No number depends on it."""
     ranks, flags = LAYOUTS["EP 2"]
@@ -223,11 +247,11 @@ def _first_gathers(argv: list[str]) -> list[list[bool]]:
             steps[-1].append(all(not getattr(parameter, "allreduce", True) for parameter in parameters))
         start(self, force_sync=force_sync)
 
-    def begin_step(self: ExpertChunk) -> None:
+    def begin_step(self: ExpertChunk, micro_batches: int) -> None:
         nonlocal noted
         steps.append([])
         noted = True
-        begin(self)
+        begin(self, micro_batches)
         noted = False
 
     BucketGroup.start_param_sync, ExpertChunk.begin_step = start_param_sync, begin_step

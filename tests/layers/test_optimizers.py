@@ -98,11 +98,11 @@ def _planned(counts: Plans, offloads: bool) -> list[list[int]]:
     from balancing.pipeline.stage_plan import StagePlan
     from megatron.balanced.layers import planning
 
-    planning.get_num_microbatches = lambda: 4
     seconds = np.array([1.0, 1, 1, 1, 1, 5])
     found = []
     for method in ("optimal", "diffusion"):
         planner = object.__new__(planning.LayerPlanner)
+        planner._micro_batches = 4
         planner._model = SimpleNamespace(fine_grained_activation_offloading=offloads)
         planner._config = SimpleNamespace(planner=method)
         planner._schedule = MEGATRON_DEFAULTS

@@ -90,13 +90,13 @@ def _in_a_run() -> list[tuple[float, float, float, float]]:
 
     from megatron.balanced.layers import planning
 
-    planning.get_num_microbatches = lambda: 12
     schedule, draw, found = Schedule(group=6, in_parts=True), np.random.default_rng(0), []
     for _ in range(5):
         forward = draw.lognormal(0, 0.5, 24)
         cost = LayerSeconds(forward, forward * np.where(np.arange(24) < 12, 0, 2))
         current = plan_stages(np.ones(24), 4, virtual=2, method="uniform")
         planner = object.__new__(planning.LayerPlanner)
+        planner._micro_batches = 12
         planner._model = SimpleNamespace(fine_grained_activation_offloading=False)
         planner._config = SimpleNamespace(planner="optimal")
         planner._mover = SimpleNamespace(plan=current, gather=lambda own: [own])

@@ -283,12 +283,11 @@ def _chosen(asked: dict[str, Any], peak: int) -> list[Any]:
     from balancing.layers.config import LayerConfig
     from megatron.balanced.layers import shrink
 
-    shrink.get_num_microbatches = lambda: 8
     config = LayerConfig(enabled=True, **asked)
     repacker = shrink.Repacker(config, log_interval=10)
     seconds = np.array([1.0, 1.0, 0.1, 0.1, 0.1, 0.1, 1.0, 1.0])
     plan = StagePlan.from_counts(((2,),) * 4)
-    ask = LayerSeconds(seconds, seconds), plan, np.full(4, peak), 4, np.inf
+    ask = LayerSeconds(seconds, seconds), plan, np.full(4, peak), 8, 4, np.inf
     if not repacker.consider(*ask):
         return [None, None, None]
     assert not repacker.consider(*ask)  # one choice at a time

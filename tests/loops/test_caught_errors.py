@@ -103,7 +103,8 @@ def _train(balanced: bool, recompute: bool, shared: bool) -> tuple[list[float], 
     run, events = get_forward_backward_func(), []
     if balanced:
         slow = Cluster(1, 2, 1, 1e12, 1e12, 1e3, 1e9)  # any transfer is worth it
-        experts = ExpertConfig(enabled=True, min_gain=0.0, replica_mode="shared" if shared else "resident")
+        mode = {"replica_mode": "shared", "late_slots": 1} if shared else {"replica_mode": "resident"}
+        experts = ExpertConfig(enabled=True, min_gain=0.0, **mode)
         job, told = Job(TOKENS, 1, 5), {"report": events.append, "cluster": None}
         balancers = Balancers(
             ExpertBalancer([model], experts, job=job, **told),

@@ -81,12 +81,12 @@ def _run() -> dict[str, Any]:
         step()
         held["plain"].append(held_bytes())
     before = {*vars(model.module.decoder.layers[0].mlp)}
-    mode = ExpertConfig(enabled=True, min_gain=0.0, replica_mode="resident")
+    mode = ExpertConfig(enabled=True, min_gain=0.0, replica_mode="resident", late_slots=1)
     experts = ExpertBalancer([model], mode, job=Job(SEQUENCE, SAMPLES, 5), report=events.append)
     balancers = Balancers(experts, trials=TrialConfig(interval=100, pairs=4))
     run = balancers.schedule(plain)
     (chunk,) = experts._chunk_at.values()
-    held["slots"] = sum(weights.nbytes for weights in chunk.slots._weights)
+    held["slots"] = sum(weights.nbytes for slots in chunk.all_slots for weights in slots._weights)
     del chunk
     for _ in range(4):
         step(run)

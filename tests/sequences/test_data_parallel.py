@@ -1,5 +1,7 @@
 """Deals of whole sequences over data-parallel ranks: what each promises, and what is gained."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -39,3 +41,16 @@ def test_differencing_evens_out_the_work_of_ranks():
         of_ranks = np.bincount(deal(lengths, RANKS, LIMIT, method).rank, work(lengths))
         found[method] = of_ranks.max() / of_ranks.mean()
     assert found["verl"] < 1.15 < 1.3 < found["drawn"]
+
+
+def test_the_benchmark_tells_what_is_gained(tmp_path):
+    assert data_parallel.main(["--quick", "--json", str(tmp_path / "rows.json")]) == 0
+    rows = {
+        (row["section"], row["case"], row["method"]): row["figure"]
+        for row in json.loads((tmp_path / "rows.json").read_text())["rows"]
+    }
+    case = "RL reasoning, 8 ranks"
+    assert rows["step, apart", case, "ranks first"] < 1.01
+    figures = [rows["step, together", case, each] for each in ("balanced + attention", "balanced", "verl", "slime")]
+    assert figures == sorted(figures) and figures[0] < 1.15 < 1.3 < figures[2]
+    assert rows["area max / mean", case, "verl + attention"] < 1.05 < rows["area max / mean", case, "verl"]

@@ -433,16 +433,17 @@ def _read(folder: Path, method: str) -> tuple[list[int], list[int], int, int]:
     import torch
 
     from balancing.cluster import Cluster
-    from balancing.sequences import AttentionShape, plan_sequences
-    from balancing.sequences.plan import PlanCache
+    from balancing.sequences import AttentionShape
+    from balancing.sequences.config import SequenceConfig
     from megatron.balanced.sequences.dataset import PlannedDataset, Rows
     from megatron.balanced.sequences.domain import Domain
     from megatron.balanced.sequences.moved_tokens import row_origins
+    from megatron.balanced.sequences.planner import Planner
 
     dataset = _datasets(folder)["documents"]
     cluster = Cluster.preset("h200-8x400g").relabel(nodes=1, ranks_per_node=4)
     shape = AttentionShape(32, 4, 4, 2, 64)
-    ahead = PlanCache(lambda lengths: plan_sequences(lengths, cluster, shape=shape, method=method, chunk=4), hash)
+    planner = Planner(SequenceConfig(enabled=True, planner=method, chunk=4), cluster, 0, shape)
     get, read, held, cuts = dataset.dataset.get, [0] * 4, [0] * 4, 0
     for first in (0, 8):
         whole = [dataset[index] for index in range(first, first + 8)]
@@ -455,7 +456,9 @@ def _read(folder: Path, method: str) -> tuple[list[int], list[int], int, int]:
                 return tokens
 
             dataset.dataset.get = counted
-            planned = PlannedDataset(dataset, ahead, Domain(rank, 4, rank, 4), Rows(4, 1, True), None)
+            planned = PlannedDataset(
+                dataset, replace(planner, rank=rank), Domain(rank, 4, rank, 4), Rows(4, 1, True), None
+            )
             (batch,) = planned.__getitems__([first + 2 * rank, first + 2 * rank + 1])
             dataset.dataset.get = get
             plan, _, origins, _ = pickle.loads(batch.pop("plan"))

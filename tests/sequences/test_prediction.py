@@ -194,15 +194,16 @@ def _shifted(folder: Path, kind: str) -> int:
     from megatron.core.transformer.multi_token_prediction import roll_tensor
 
     from balancing.cluster import Cluster
-    from balancing.sequences import AttentionShape, plan_sequences
-    from balancing.sequences.plan import PlanCache
+    from balancing.sequences import AttentionShape
+    from balancing.sequences.config import SequenceConfig
     from megatron.balanced.sequences.dataset import PlannedDataset, Rows, document_lengths
     from megatron.balanced.sequences.domain import Domain
+    from megatron.balanced.sequences.planner import Planner
 
     names, dataset = ("tokens", "labels", "loss_mask", "position_ids"), _datasets(folder)[kind]
     cluster = Cluster.preset("h200-8x400g").relabel(nodes=1, ranks_per_node=4)
     shape = AttentionShape(32, 4, 4, 2, 64)
-    ahead = PlanCache(lambda lengths: plan_sequences(lengths, cluster, shape=shape, method="zones"), hash)
+    config = SequenceConfig(enabled=True, planner="zones")
     expected, ours = [], []
     for index in (3, 4):
         sample = dataset[index]
@@ -213,7 +214,9 @@ def _shifted(folder: Path, kind: str) -> int:
             shifts.append([roll_tensor(each, packed_seq_params=packed)[0] for each in shifts[-1]])
         expected.append(torch.cat([each.double() for shift in shifts for each in shift]))
     for rank in range(4):
-        planned = PlannedDataset(dataset, ahead, Domain(rank, 4), Rows(4, 1, True, shifts=2), None)
+        planned = PlannedDataset(
+            dataset, Planner(config, cluster, rank, shape), Domain(rank, 4), Rows(4, 1, True, shifts=2), None
+        )
         (batch,) = planned.__getitems__([3, 4])
         plan = pickle.loads(batch["plan"])[0]
         rows = torch.stack([batch[name].double().view(3, -1) for name in names], dim=1).flatten(0, 1)
@@ -237,19 +240,22 @@ def _losses_of_padded() -> tuple[list[list[int]], list[list[int]]]:
     from megatron.core.transformer.multi_token_prediction import roll_tensor
 
     from balancing.cluster import Cluster
-    from balancing.sequences import AttentionShape, plan_sequences
-    from balancing.sequences.plan import PlanCache
+    from balancing.sequences import AttentionShape
+    from balancing.sequences.config import SequenceConfig
     from megatron.balanced.sequences.dataset import PlannedDataset, Rows
     from megatron.balanced.sequences.domain import Domain
+    from megatron.balanced.sequences.planner import Planner
 
     documents, padding = [[10, 6], [1, 2, 13], [16]], [0, 5, 12]
     samples = _Samples(documents, padding)
     cluster = Cluster.preset("h200-8x400g").relabel(nodes=1, ranks_per_node=3)
     shape = AttentionShape(32, 4, 4, 2, 64)
-    ahead = PlanCache(lambda lengths: plan_sequences(lengths, cluster, shape=shape, method="zones", chunk=2), hash)
+    config = SequenceConfig(enabled=True, planner="zones", chunk=2)
     found: tuple[list[list[int]], list[list[int]]] = [[], [], []], [[], [], []]
     for rank in range(3):
-        dataset = PlannedDataset(samples, ahead, Domain(rank, 3), Rows(3, 1, False, shifts=2), padding=7)
+        dataset = PlannedDataset(
+            samples, Planner(config, cluster, rank, shape), Domain(rank, 3), Rows(3, 1, False, shifts=2), padding=7
+        )
         (batch,) = dataset.__getitems__([0, 1, 2])
         labels, masks = batch["labels"].view(3, -1), batch["loss_mask"].view(3, -1)
         for depth in range(3):

@@ -322,28 +322,29 @@ def test_ranks_share_every_token(pool, fixed):
 
 def _share(fixed: bool) -> None:
     import pickle
-    from functools import partial
 
     from torch.utils.data import DataLoader
 
     from balancing.cluster import Cluster
     from balancing.sequences import AttentionShape
+    from balancing.sequences.config import SequenceConfig
     from balancing.sequences.engine.compiler import compile_rank
-    from balancing.sequences.plan import PlanCache, plan_sequences
     from megatron.balanced.sequences.dataset import PlannedDataset, Rows
     from megatron.balanced.sequences.domain import Domain
     from megatron.balanced.sequences.moved_tokens import positions
+    from megatron.balanced.sequences.planner import Planner
 
     cluster = Cluster.preset("h200-8x400g").relabel(nodes=1, ranks_per_node=3)
-    make = partial(plan_sequences, cluster=cluster, shape=AttentionShape(32, 4, 4, 2, 64), method="zones", chunk=2)
+    config, shape = SequenceConfig(enabled=True, planner="zones", chunk=2), AttentionShape(32, 4, 4, 2, 64)
     samples = _Samples([[10, 6], [1, 2, 13], [16]], padding=[0, 5, 15])
     ranks = []
     for rank in range(3):
-        ahead = PlanCache(make, partial(compile_rank, rank=rank))
-        dataset = PlannedDataset(samples, ahead, Domain(rank, 3), Rows(3, 2, fixed), padding=7)
+        dataset = PlannedDataset(
+            samples, Planner(config, cluster, rank, shape), Domain(rank, 3), Rows(3, 2, fixed), padding=7
+        )
         assert (len(dataset), dataset.index_split) == (3, "train")
         (batch,) = DataLoader(dataset, batch_sampler=[[0, 1, 2]])
-        plan, program, origins, _ = pickle.loads(batch["plan"][0])
+        plan, ((_, program), *_), origins, _ = pickle.loads(batch["plan"][0])
         assert origins == (0,) * len(plan.lengths)
         assert program == compile_rank(plan, rank)
         own = positions(plan, rank, batch["tokens"].shape[1])

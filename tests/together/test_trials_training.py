@@ -226,7 +226,7 @@ def _trials_of_what_cannot_be_left_out(argv: list[str]) -> tuple[object, str]:
 
     from megatron.balanced.experts.balancer import ExpertBalancer
 
-    ExpertBalancer.trial_name = None  # type: ignore[assignment]  # as with graphs of whole iterations
+    ExpertBalancer.name = None  # type: ignore[assignment]  # as with graphs of whole iterations
     said = io.StringIO()
     args, config, train = parse(argv)
     with contextlib.redirect_stderr(said), pytest.raises(SystemExit) as stopped:

@@ -65,7 +65,6 @@ _MISSED = (0, 1)
 # In the process of the tests, a few seconds together.
 QUICK: dict[str, list[Form]] = {
     "benchmarks.whatif": [Form("--gains"), Form("--emulated")],
-    "benchmarks.sequences.once_a_node": [Form("--quick --ranks 8 --lengths {lengths}")],
     "benchmarks.layers.plans": [Form("--quick --layers 8 --trace benchmarks/traces/early_exit.npz", _MISSED)],
     "benchmarks.layers.overlap": [Form("--quick", _MISSED)],
     "benchmarks.sequences.data_parallel": [Form("--quick")],
@@ -74,7 +73,7 @@ QUICK: dict[str, list[Form]] = {
 # In processes of their own, most with ranks. --quick is as short as it is printed.
 LONG: dict[str, list[Form]] = {
     "benchmarks.costs": [Form("", _MISSED), Form("--plans")],
-    "benchmarks.whatif": [Form(), Form("--planners")],
+    "benchmarks.whatif": [Form()],
     "benchmarks.host": [Form("--quick", _MISSED)],
     "benchmarks.idle": [Form("--quick")],
     "benchmarks.observation": [Form("--quick")],
@@ -83,7 +82,7 @@ LONG: dict[str, list[Form]] = {
     "benchmarks.experts.regimes": [Form("--cells 1x1", _MISSED)],
     "benchmarks.experts.training": [Form("--quick")],
     "benchmarks.experts.emulated": [Form("--quick --ranks 8")],
-    "benchmarks.sequences.plans": [Form("--quick --ranks 8", _MISSED)],
+    "benchmarks.sequences.plans": [Form("--quick --ranks 8 --lengths {lengths}", _MISSED)],
     "benchmarks.sequences.training": [Form("--quick")],
     "benchmarks.sequences.emulated": [Form("--quick --samples", _MISSED)],
     "benchmarks.sequences.micro_batches": [Form("--quick --emulated --sources lognormal", _MISSED)],

@@ -158,13 +158,18 @@ class _Layer:
         """Begin an iteration on `rank` with replicas as in `placement`."""
         self.backwards = self.moved_bytes = 0
         if placement is not self.placement:
-            self.placement, self.chains = placement, chains_of(placement, rank)
-            self.full = sorted(chain.slot for chain in self.chains if chain.slot is not None)
-            for chain in self.chains:
-                if chain.slot is not None:
-                    for leaf, trains in zip(self.leaves[chain.slot], self.trained[chain.expert], strict=True):
-                        if leaf.requires_grad != trains:
-                            leaf.requires_grad_(trains)
+            self.placement = placement
+            self.place(chains_of(placement, rank))
+
+    def place(self, chains: list[Chain]) -> None:
+        """Use the replicas of `chains` from now on."""
+        self.chains = chains
+        self.full = sorted(chain.slot for chain in chains if chain.slot is not None)
+        for chain in chains:
+            if chain.slot is not None:
+                for leaf, trains in zip(self.leaves[chain.slot], self.trained[chain.expert], strict=True):
+                    if leaf.requires_grad != trains:
+                        leaf.requires_grad_(trains)
 
     @property
     def gradient_chains(self) -> list[Chain]:
@@ -588,6 +593,9 @@ class ReplicaSlots:
             layer.fetching.clear()
         self._finish_sends()
         self._in_progress = False
+        self._check_passes()
+
+    def _check_passes(self) -> None:
         assert all(layer.backwards in (0, self._micro_batches) for layer in self._layers), (
             "a layer missed a backward pass"
         )

@@ -19,6 +19,8 @@ from numpy.typing import ArrayLike
 from balancing.experts.placement import ReplicaPlacement, color_by_rank
 
 __all__ = [
+    "LATE_ROUNDS",
+    "LATE_SWEEPS",
     "MOST_RANKS",
     "MOST_TOKENS",
     "Splitter",
@@ -32,6 +34,8 @@ __all__ = [
 MOST_RANKS = 128  # limit of the kernels: pairs of more ranks do not fit the registers of one program
 
 _TURNS = 40  # steps of all classes together; the result is well within 1 % of the optimum (benchmarks/experts/plans.py)
+# Late copies are chosen from the last split, at most so often; each further split begins from that without copies.
+LATE_ROUNDS, LATE_SWEEPS = 2, 8
 MOST_TOKENS = 1 << 31  # of an expert; their square must stay below 2^63
 _FULL = 1 << 50  # load of a rank that must get no tokens; sums of a few thousand such loads stay below 2^63
 
@@ -96,20 +100,32 @@ class Splitter:
 
     placement: the instances and the `SplitRule`.
     sweeps: as in `split_tokens`.
+    start: with late copies the split begins from that of `start`, over the same placement with empty late slots; None
+        builds it.
     """
 
-    def __init__(self, placement: ReplicaPlacement, *, sweeps: int | None = None) -> None:
+    def __init__(
+        self, placement: ReplicaPlacement, *, sweeps: int | None = None, start: "Splitter | None" = None
+    ) -> None:
         if sweeps is not None and sweeps < 1:
             raise ValueError(f"sweeps={sweeps} must be at least 1")
-        self.placement = placement
+        if placement.late_copies:
+            start = start or Splitter(placement.with_late(np.full_like(placement.late, -1)), sweeps=sweeps)
+            sweeps = LATE_SWEEPS
+        self.placement, self._start = placement, start
         classes = color_by_rank(placement)
         self._sweeps = sweeps or sweeps_of(placement, len(classes))
         self._build(classes)
 
-    def __call__(self, load: np.ndarray) -> np.ndarray:
+    def with_late(self, late: np.ndarray) -> "Splitter":
+        """The splitter with these late copies instead of empty late slots. late: int [rank, late slot]."""
+        return Splitter(self.placement.with_late(late), start=self)
+
+    def __call__(self, load: np.ndarray, quota: np.ndarray | None = None) -> np.ndarray:
         """Tokens of each source rank that each instance serves: int64 [source_rank, physical].
 
         load: int [source_rank, expert], not checked.
+        quota: `quotas` of the load, if they are known.
         """
         starting = np.ascontiguousarray(load.T, dtype=np.int64)  # [expert, source], so that lookups read whole rows
         served = np.zeros((len(self.placement.phys2log), self.placement.num_ranks), dtype=np.int64)
@@ -118,14 +134,31 @@ class Splitter:
             return served.T
         if self.placement.split == "own":
             return self._serve_own(starting, served).T
-        totals = starting.sum(1)
-        total = totals[self._cell_expert]
-        share = self._by_class(self._even(total))
-        if self.placement.split == "level":
-            self._balance(totals, self._by_class(total), share)
-        quota = np.concatenate([x.reshape(-1) for x in share])[self._cell]
-        served[self._physical] = self._by_source(starting, quota)
+        quota = self.quotas(starting.sum(1)) if quota is None else quota
+        served[self._physical] = self._by_source(starting, quota[self._physical])
         return served.T
+
+    def quotas(self, totals: np.ndarray) -> np.ndarray:
+        """Tokens that each instance serves, over all source ranks, by the rules "level" and "even": int64 [physical].
+
+        totals: int64 [expert], tokens of each expert.
+        """
+        place = self.placement
+        quota = np.zeros(len(place.phys2log), dtype=np.int64)
+        quota[self._home_only] = totals[self._expert_home_only]
+        if not self._classes:
+            return quota
+        total = totals[self._cell_expert]
+        if self._start is None:
+            cells = self._even(total)
+        else:
+            cells = np.zeros_like(total)
+            cells[self._cell] = self._start.quotas(totals)[self._physical]
+        share = self._by_class(cells)
+        if place.split == "level":
+            self._balance(totals, self._by_class(total), share)
+        quota[self._physical] = np.concatenate([x.reshape(-1) for x in share])[self._cell]
+        return quota
 
     def _build(self, classes: list[list[int]]) -> None:
         """Build the index tables. A row is an expert with replicas, in order of classes. Ranks are in chain order."""

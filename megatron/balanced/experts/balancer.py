@@ -21,6 +21,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 from balancing.cluster import Cluster
 from balancing.experts.config import ExpertConfig
 from balancing.experts.engine.slots import ReplicaSlots
+from balancing.experts.late import late_tokens
 from balancing.launch import detect_launch
 from megatron.balanced.cpu.device import is_cpu
 from megatron.balanced.experts.events import LayerMilliseconds, layer_event
@@ -33,6 +34,7 @@ from megatron.balanced.experts.planning import (
     Overlap,
     ReplicaPlanner,
     check_same_plans,
+    expert_shape,
     expert_share,
 )
 from megatron.balanced.experts.quantized_weights import copied_bytes, weight_format
@@ -40,8 +42,7 @@ from megatron.balanced.experts.replay import check_loads, gather_loads
 from megatron.balanced.experts.structure import why_no_replicas
 from megatron.balanced.shared.callbacks import HeldBytes, StepCallback
 from megatron.balanced.shared.job import Job
-from megatron.balanced.shared.model_checks import check_model, mark_model
-from megatron.balanced.shared.num_microbatches import get_num_microbatches
+from megatron.balanced.shared.model_checks import check_configs, check_model, mark_model
 from megatron.balanced.shared.optimizer_state import state_bytes
 from megatron.balanced.shared.process_groups import cluster_of, duplicate_group, gather_objects
 from megatron.balanced.shared.tail import layers_with_tail
@@ -57,7 +58,7 @@ class ExpertBalancer(StepCallback):
     """Replicates the hot experts of a finished model. Construct it on all ranks together, before the first step.
 
     Replicas are used only while a training schedule of `Balancers` runs. Evaluation, log-probabilities, the export of
-    weights, and steps that a trial leaves out see Megatron-LM's own layers. After such a step, replicas are placed by
+    weights, and steps that are left out see Megatron-LM's own layers. After such a step, replicas are placed by
     the last load from before it. All ranks of an expert-parallel group make the same plans.
 
     chunks: the model chunks of this rank, each in `DistributedDataParallel`.
@@ -72,7 +73,7 @@ class ExpertBalancer(StepCallback):
     slots do not fit into the memory of some rank.
     """
 
-    trial_name = "experts"
+    name = "experts"
 
     def __init__(
         self,
@@ -98,6 +99,9 @@ class ExpertBalancer(StepCallback):
         self._process_group = duplicate_group(mpu.get_expert_model_parallel_group(), minutes)
         self._hosts = duplicate_group(mpu.get_expert_model_parallel_group(), minutes, on_host=True)  # the same on gloo
         self._cluster = cluster_of(dist.get_process_group_ranks(self._process_group), self._machine)
+        self._late_group: dist.ProcessGroup | None = None
+        if self.config.late_slots:
+            self._late_group = duplicate_group(mpu.get_expert_model_parallel_group(), minutes)
         self._layers_of_chunks = self._exchange()
         self._shared = self._agree_on_mode([layers for layers in self._layers_of_chunks if layers])
         planned = self._planner_config()
@@ -124,7 +128,12 @@ class ExpertBalancer(StepCallback):
             raise ValueError(reasons[0])
         if not any(has_experts for has_experts, _ in everywhere):
             raise ValueError("no MoE layer of the model is megatron.core's own MoELayer; drop the ExpertBalancer")
-        return [[balance_layer(layer, self.config.replica_slots) for layer in layers.values()] for layers in plain]
+        return [[balance_layer(layer, *self._slots) for layer in layers.values()] for layers in plain]
+
+    @property
+    def _slots(self) -> tuple[int, int]:
+        """Planned replicas and late copies that a rank can hold of a layer."""
+        return self.config.replica_slots, self.config.late_slots
 
     def _planner_config(self) -> ExpertConfig:
         """Settings of the planner."""
@@ -165,13 +174,14 @@ class ExpertBalancer(StepCallback):
 
     def held(self) -> HeldBytes:
         chunks = [layers for layers in self._layers_of_chunks if layers]
+        late = sum(map(self._late_bytes, chunks))
         if self._shared:
-            return HeldBytes(buffers=sum(self._slot_bytes(layers, True) for layers in chunks))
+            return HeldBytes(buffers=late + sum(self._slot_bytes(layers, True) for layers in chunks))
         bytes_by_layer = {layer.index: self._slot_bytes([layer], False) for layers in chunks for layer in layers}
         last = self._model_config.num_layers  # higher numbers are layers of the tail, which do not move
         return HeldBytes(
             {number: size for number, size in bytes_by_layer.items() if number < last},
-            sum(size for number, size in bytes_by_layer.items() if number >= last),
+            late + sum(size for number, size in bytes_by_layer.items() if number >= last),
         )
 
     def _slot_bytes(self, layers: list[BalancedMoELayer], shared: bool) -> int:
@@ -185,6 +195,13 @@ class ExpertBalancer(StepCallback):
             format=weight_format(homes[0][0]),
             copies=copied_bytes(layers[0].config),
         )
+
+    def _late_bytes(self, layers: list[BalancedMoELayer]) -> int:
+        """Bytes of the late slots of the MoE layers of one model chunk."""
+        if not self.config.late_slots:
+            return 0
+        homes = [home_parameters(layer.experts) for layer in layers]
+        return ReplicaSlots.bytes_needed(homes, self.config.late_slots, shared=True, format=weight_format(homes[0][0]))
 
     def _after_backward(self, position: int, start_grad_sync: Callable) -> Callable:
         """`start_grad_sync` of the model chunk at `position`, which waits for the replicas' gradients first.
@@ -203,7 +220,7 @@ class ExpertBalancer(StepCallback):
     def layer_arrived(self, layer: Any, chunk: int) -> None:
         """Layers arrive plain. Callbacks after this one may look at the experts of `layer`."""
         for moe in moe_layers(layer).values():
-            balance_layer(moe, self.config.replica_slots)
+            balance_layer(moe, *self._slots)
 
     def layers_moved(self) -> None:
         """Allocate the slots of the layers on this rank anew. Called between two steps when layers have moved or have
@@ -225,6 +242,7 @@ class ExpertBalancer(StepCallback):
                 self._chunk_at[position] = chunk = self._chunk(ddp, layers)
                 for layer in layers:
                     if layer not in before:
+                        self._price_late_copies(layer)
                         layer.set_topology(self._cluster.ranks_per_node, self._cluster.nics_per_node)
                         before[layer] = LayerPlan(layer.without_replicas, arrived=arrived)
                     self._plans[layer] = before[layer]
@@ -232,7 +250,13 @@ class ExpertBalancer(StepCallback):
 
     def _chunk(self, ddp: torch.nn.Module, layers: list[BalancedMoELayer]) -> ExpertChunk:
         share = expert_share(self._job, self._model_config, layers)
-        return ExpertChunk(ddp, layers, self._process_group, self._hosts, self._shared, share)
+        return ExpertChunk(ddp, layers, self._process_group, self._hosts, self._shared, share, self._late_group)
+
+    def _price_late_copies(self, layer: BalancedMoELayer) -> None:
+        """Tell a layer how many tokens a late copy must take off a rank. Without prices, any number does."""
+        if self.config.late_slots and self._machine is not None:
+            same_node = self._cluster.nodes == 1
+            layer.late_least = late_tokens(self._machine, expert_shape(layer), same_node=same_node)
 
     def _agree_on_mode(self, chunks: list[list[BalancedMoELayer]]) -> bool:
         """Whether layers share slots. All ranks agree; the rank with the least free memory decides.
@@ -262,6 +286,7 @@ class ExpertBalancer(StepCallback):
     def _mode(self, chunks: list[list[BalancedMoELayer]], free: int) -> tuple[bool, str | None]:
         """Whether slots are shared, and the error message if they do not fit into `free` bytes."""
         slots, mode = self.config.replica_slots, self.config.replica_mode
+        free -= sum(map(self._late_bytes, chunks))
         resident = sum(self._slot_bytes(layers, False) for layers in chunks)
         shared = mode == "shared" or (mode == "auto" and resident > free / 4)
         need = sum(self._slot_bytes(layers, True) for layers in chunks) if shared else resident
@@ -278,6 +303,8 @@ class ExpertBalancer(StepCallback):
         self._machine = cluster
         self._cluster = cluster_of(dist.get_process_group_ranks(self._process_group), cluster)
         self._planner.use_cluster(cluster, self._cluster)
+        for layer in self._layers():
+            self._price_late_copies(layer)
 
     def will_route(self, loads: Sequence[Any]) -> None:
         """Announce the routing of the next training schedule, if it is known. Replicas are placed for it. All ranks
@@ -322,7 +349,8 @@ class ExpertBalancer(StepCallback):
 
     def _end_abandoned(self) -> None:
         """End the transfers of a schedule that has failed. Raises RuntimeError if ranks failed at different places."""
-        chunks = [chunk.slots for chunk in self._chunk_at.values() if chunk.slots.is_abandoned]
+        every = [slots for chunk in self._chunk_at.values() for slots in chunk.all_slots]
+        chunks = [slots for slots in every if slots.is_abandoned]
         if not chunks:
             return
         if len({*gather_objects(tuple(slots.started for slots in chunks), self._hosts)}) > 1:
@@ -353,16 +381,16 @@ class ExpertBalancer(StepCallback):
         for layer in self._layers():
             layer.forget_passes()
         for chunk in self._chunk_at.values():
-            chunk.begin_step()
+            chunk.begin_step(self.run.micro_batches)
 
     def _place_known(self) -> None:
         """Place replicas for the routing that `will_route` has announced, if any."""
         known, self._known = self._known, None
         if known is None:
             return
-        if len(known) != get_num_microbatches():
+        if len(known) != self.run.micro_batches:
             raise ValueError(
-                f"will_route got loads of {len(known)} micro-batches for a schedule of {get_num_microbatches()}; call "
+                f"will_route got loads of {len(known)} micro-batches for a schedule of {self.run.micro_batches}; call "
                 "it before each training schedule, with all of its micro-batches"
             )
         chunks = {layer: chunk for chunk in self._chunk_at.values() for layer in chunk.layers}
@@ -415,9 +443,9 @@ class ExpertBalancer(StepCallback):
             return
         layers = len(self._layers())
         for chunk in self._chunk_at.values():
-            statistics = chunk.slots.take_statistics()
+            exposed = sum(slots.take_statistics().exposed_seconds for slots in chunk.all_slots)
             spent = LayerMilliseconds(
-                exposed=statistics.exposed_seconds / len(chunk.layers) * 1e3,
+                exposed=exposed / len(chunk.layers) * 1e3,
                 plan=self._planner.plan_ms / layers,
                 plan_wait=waited_ms / layers,
             )
@@ -431,7 +459,7 @@ class ExpertBalancer(StepCallback):
         iteration."""
         if layer.frozen:
             return
-        if len(layer.loads) + 1 == get_num_microbatches():
+        if len(layer.loads) + 1 == self.run.micro_batches:
             overlap = self._overlap(chunk, layer)
             self._planner.submit(layer, self._plans[layer], [*layer.loads, load], self._iteration + 1, overlap)
 
@@ -465,4 +493,8 @@ def _fitted(config: ExpertConfig, model: Any) -> ExpertConfig:
     ranks = mpu.get_expert_model_parallel_world_size()
     if ranks == 1:
         raise ValueError("the expert-parallel group is one rank, which has all experts; drop the ExpertBalancer")
+    if config.late_slots:
+        check_configs("late_slots", model)
+    if config.late_slots and config.planner == "prophet":
+        raise ValueError("late_slots needs replicas that take any token, and those of prophet do not; use quota")
     return config.fitted(model.num_moe_experts, ranks)

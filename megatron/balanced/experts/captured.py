@@ -19,7 +19,7 @@ class CapturedExpertBalancer(ExpertBalancer):
     """An `ExpertBalancer` whose iterations are captured. Placements change every `plan_interval` iterations, and the
     graph is then captured anew. Trials do not leave it out: each step without replicas would need a capture."""
 
-    trial_name = None  # type: ignore[assignment]
+    name = None  # type: ignore[assignment]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -46,19 +46,22 @@ def layer_event(
     spent: milliseconds of the layer.
     """
     homes, replicas = layer.num_local_experts, layer.placement.replicas
-    loads, served = _copy(layer.loads), _copy(layer.served) if replicas else None
+    loads, served = _copy(layer.loads), _copy(layer.served) if layer.served else None
+    position = layer.experts.position
+    late = 0 if chunk.late is None else chunk.late.copies[position]
     known = {
         "plan_ms": spent.plan,
         "apply_ms": spent.exposed,
-        "moved_bytes": chunk.slots.moved_bytes(layer.experts.position),
-        "slot_bytes": chunk.slots.memory_bytes,
-        "action": "replicate" if replicas else "keep",
-        "reason": "" if replicas else _why_none(layer, iteration),
+        "moved_bytes": sum(slots.moved_bytes(position) for slots in chunk.all_slots),
+        "slot_bytes": sum(slots.memory_bytes for slots in chunk.all_slots),
+        "action": "replicate" if replicas or late else "keep",
+        "reason": "" if replicas or late else _why_none(layer, iteration),
         "layer": layer.index,
         "planner": planner,
         "drift": plan.drift,
         "plan_age": plan.age,
         "replicas": replicas,
+        "late_copies": late,
         "plan_wait_ms": spent.plan_wait,
     }
 

@@ -27,16 +27,25 @@ def moe_layers(chunk: torch.nn.Module) -> dict[str, MoELayer]:
     return {name: module for name, module in modules if type(module) is MoELayer and not runs_several_times(module)}
 
 
-def balance_layer(layer: MoELayer, slots: int) -> BalancedMoELayer:
-    """Make one layer of Megatron-LM dispatch to replicas, in `slots` slots a rank."""
+def balance_layer(layer: MoELayer, slots: int, late_slots: int = 0) -> BalancedMoELayer:
+    """Make one layer of Megatron-LM dispatch to replicas. slots, late_slots: as in `BalancedMoELayer.prepare`."""
     experts = layer.experts
     plain = {*vars(layer)}, {*vars(experts)}
     layer.__class__ = BalancedMoELayer
     experts.__class__ = _BALANCED.get(type(experts), type(experts))
     experts.prepare()
-    layer.prepare(slots)
+    layer.prepare(slots, late_slots)
     layer.added = {*vars(layer), "added", "trained_share"} - plain[0]
-    experts.added = {*vars(experts), "added", "slots", "position", "active", "when_computed"} - plain[1]
+    experts.added = {
+        *vars(experts),
+        "added",
+        "slots",
+        "late_slots",
+        "late",
+        "position",
+        "active",
+        "when_computed",
+    } - plain[1]
     return layer
 
 

@@ -6,6 +6,7 @@ places replicas on its own: a layer may have replicas in one group and none in a
 layer are released at a point that depends on the backward pass only, not on placements.
 """
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,11 +16,11 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from balancing.experts.engine.late_slots import LateSlots
 from balancing.experts.engine.slots import HomeExperts, ReplicaSlots
 from megatron.balanced.experts.moe_layer import BalancedMoELayer
 from megatron.balanced.experts.parameters import home_parameters, is_grouped_linear, owner, trained_parameters
 from megatron.balanced.experts.quantized_weights import weight_format
-from megatron.balanced.shared.num_microbatches import get_num_microbatches
 
 __all__ = ["ExpertChunk"]
 
@@ -43,6 +44,7 @@ class ExpertChunk:
     process_group: expert-parallel group, used for nothing else at the same time.
     hosts: its ranks on gloo.
     shared, expert_share: as in `ReplicaSlots`.
+    late_group: the expert-parallel group, used for late copies alone; None without them.
 
     All ranks of the group make it together.
     """
@@ -55,6 +57,7 @@ class ExpertChunk:
         hosts: dist.ProcessGroup,
         shared: bool,
         expert_share: float | None,
+        late_group: dist.ProcessGroup | None = None,
     ):
         self.layers = layers
         self._holds = True  # whether gradients are held back, and parameters gathered early
@@ -64,17 +67,20 @@ class ExpertChunk:
         for layer, experts, by_expert in zip(layers, homes, trained, strict=True):
             sizes = np.array([p.numel() for p in experts[0]])
             layer.trained_share = float(np.mean(np.array(by_expert) @ sizes)) / sizes.sum()
+        home_experts = HomeExperts(
+            homes,
+            gradient=_accumulated,
+            trained=trained,
+            fused=_accumulates_fused(layers[0].experts),
+            format=weight_format(homes[0][0]),
+            final=self._finish_gathers,
+            first_layer=layers[0].index,  # all chunks of a rank share the process group
+        )
+        self.late: LateSlots | None = None
+        if late_group is not None:
+            self.late = LateSlots(home_experts, layers[0].late_slots, late_group)
         self.slots = ReplicaSlots(
-            HomeExperts(
-                homes,
-                gradient=_accumulated,
-                trained=trained,
-                fused=_accumulates_fused(layers[0].experts),
-                format=weight_format(homes[0][0]),
-                final=self._finish_gathers,
-                complete=self._release,
-                first_layer=layers[0].index,  # all chunks of a rank share the process group
-            ),
+            dataclasses.replace(home_experts, complete=self._complete),
             layers[0].slots,
             process_group,
             shared=shared,
@@ -82,7 +88,7 @@ class ExpertChunk:
             expert_share=expert_share,
         )
         for position, layer in enumerate(layers):
-            layer.experts.slots, layer.experts.position = self.slots, position
+            layer.experts.slots, layer.experts.late_slots, layer.experts.position = self.slots, self.late, position
         self._ddp = ddp
         self._parameters = [[owner(p) for expert in layer for p in expert] for layer in homes]
         self._trains = [[p.requires_grad for p in layer] for layer in self._parameters]
@@ -128,14 +134,21 @@ class ExpertChunk:
             *(module.register_forward_hook(backward) for module in between),
         ]
 
+    @property
+    def all_slots(self) -> list[ReplicaSlots]:
+        """The slots of planned replicas, and those of late copies if there are some."""
+        return [self.slots, *([] if self.late is None else [self.late])]
+
     def abandon(self) -> None:
         """Drop the gradients of an iteration that has failed."""
         self._waiting.clear()
-        self.slots.abandon()
+        for slots in self.all_slots:
+            slots.abandon()
 
     def close(self) -> None:
         """Remove the hooks on modules, and keep nothing of the slots. All ranks of the group call it together."""
-        self.slots.end_abandoned()
+        for slots in self.all_slots:
+            slots.end_abandoned()
         for hook in self._hooks:
             hook.remove()
         for layer in self.layers:
@@ -195,6 +208,12 @@ class ExpertChunk:
 
         return register_grad_ready
 
+    def _complete(self, position: int) -> None:
+        """The gradients of a layer's planned replicas have been added to those of home experts."""
+        if self.late is not None:
+            self.late.finish(position)
+        self._release(position)
+
     def _release(self, position: int) -> None:
         """Register the gradients of a layer's experts, now complete, from the last expert to the first: the order
         without replicas, whatever order autograd computed them in."""
@@ -211,8 +230,8 @@ class ExpertChunk:
         self._holds = False
         self._gather_ahead(True)
 
-    def begin_step(self) -> None:
-        """Begin an iteration with replicas.
+    def begin_step(self, micro_batches: int) -> None:
+        """Begin an iteration with replicas. micro_batches: their number in the iteration.
 
         Raises ValueError if a loop has frozen a parameter since the slots were made, or has begun to train one.
         """
@@ -231,10 +250,12 @@ class ExpertChunk:
             for bucket_group in self._gathers:
                 bucket_group.start_param_sync()
         placements = [layer.placement for layer in self.layers]
-        self.slots.begin_step(placements, get_num_microbatches())
+        for slots in self.all_slots:
+            slots.begin_step(placements, micro_batches)
 
     def end_backward(self) -> None:
         if not self._holds:
             return
-        self.slots.end_step()
+        for slots in self.all_slots:
+            slots.end_step()
         assert not self._waiting, "gradients were not passed on"

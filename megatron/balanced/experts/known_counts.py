@@ -8,6 +8,7 @@ to split, the dispatcher gathers, and balanced experts use its counts.
 
 import functools
 from collections.abc import Callable
+from contextvars import ContextVar, Token
 from typing import Any, Protocol
 
 import torch
@@ -20,8 +21,8 @@ class _Counted(Protocol):
     counts: torch.Tensor | None
 
 
-# Of this module, as the dispatcher calls the function that we replace with nothing but a tensor and a group.
-_known: list[_Counted] = []
+# The dispatcher calls the function that we replace with nothing but a tensor and a group.
+_share: ContextVar[_Counted | None] = ContextVar("counts of the layer in progress", default=None)
 
 
 class known_counts:
@@ -29,13 +30,13 @@ class known_counts:
     these are None, the dispatcher gathers and stores its result there."""
 
     def __init__(self, share: _Counted) -> None:
-        self._share = share
+        self._counted = share
 
     def __enter__(self) -> None:
-        _known.append(self._share)
+        self._before: Token[_Counted | None] = _share.set(self._counted)
 
     def __exit__(self, *unused: object) -> None:
-        _known.clear()
+        _share.reset(self._before)
 
 
 def with_known_counts(gather: Callable) -> Callable:
@@ -43,9 +44,10 @@ def with_known_counts(gather: Callable) -> Callable:
 
     @functools.wraps(gather)
     def gather_from_sequence_parallel_region(input_: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if not _known:
+        share = _share.get()
+        if share is None:
             return gather(input_, *args, **kwargs)
-        share = _known.pop()
+        _share.set(None)  # one gather of the dispatcher
         if share.counts is None:
             share.counts = gather(input_, *args, **kwargs)
         return share.counts

@@ -29,7 +29,6 @@ from balancing.worker import Worker
 from megatron.balanced.cpu.device import is_cpu
 from megatron.balanced.experts.moe_layer import BalancedMoELayer
 from megatron.balanced.shared.job import Job
-from megatron.balanced.shared.num_microbatches import get_num_microbatches
 
 __all__ = [
     "LayerPlan",
@@ -138,9 +137,7 @@ class ReplicaPlanner:
         overlap: the compute that its transfers overlap.
         """
         if id(plan) not in self._submitted:
-            # Read now: where the thread plans after the step, another schedule may be in progress, or none.
-            served = self._micro_batches_served()
-            planned = self._thread.submit(self._plan, layer, plan, _on_host(loads), iteration, overlap, served)
+            planned = self._thread.submit(self._plan, layer, plan, _on_host(loads), iteration, overlap)
             self._submitted[id(plan)] = plan, plan.age, planned
 
     def wait(self) -> None:
@@ -175,18 +172,18 @@ class ReplicaPlanner:
         on_host: Callable[[], np.ndarray],
         iteration: int,
         overlap: Overlap,
-        served: int,
     ) -> Planned:
         loads = on_host()
         begin = time.perf_counter()
         drift = float(plan.history.record(np.mean(loads, axis=0)))
-        # A trial may have left out the step in which a plan was due.
+        # The step in which a plan was due may have been left out.
         due = iteration // self._config.plan_interval > plan.last // self._config.plan_interval
         plan.last = iteration
         if not due and not plan.arrived:
             return Planned(None, drift, time.perf_counter() - begin)
-        plan.arrived = False
-        tables = self._place(layer, plan.history.predict(), overlap, served, float(plan.history.error()))
+        keep, plan.arrived = None if plan.arrived else plan.placed.planned, False
+        error = float(plan.history.error())
+        tables = self._place(layer, plan.history.predict(), overlap, len(loads), error, keep)
         return Planned(tables, drift, time.perf_counter() - begin)
 
     def place_known(self, layer: BalancedMoELayer, loads: list[Any], overlap: Overlap) -> SplitTables:
@@ -197,17 +194,30 @@ class ReplicaPlanner:
         overlap: the compute that its transfers overlap.
         """
         load = np.rint(np.mean(loads, axis=0)).astype(np.int64)
-        return self._place(layer, load, overlap, self._micro_batches_served())
+        tables = self._place(layer, load, overlap, len(loads))
+        assert tables is not None
+        return tables
 
     @named("plan of replicas")
     def _place(
-        self, layer: BalancedMoELayer, load: np.ndarray, overlap: Overlap, served: int, drift: float = 0.0
-    ) -> SplitTables:
-        """Plan for a load [source_rank, expert] that is expected to drift. served: micro-batches of one transfer."""
+        self,
+        layer: BalancedMoELayer,
+        load: np.ndarray,
+        overlap: Overlap,
+        micro_batches: int,
+        drift: float = 0.0,
+        keep: ReplicaPlacement | None = None,
+    ) -> SplitTables | None:
+        """Plan for a load [source_rank, expert] that is expected to drift. None if `keep` stays.
+
+        micro_batches: of an iteration.
+        keep: the placement in force.
+        """
         costs: dict[str, Any] = {}
         if self._machine is not None:
+            served = 1 if self._shared else micro_batches  # by one transfer
             hidden = overlap.attention_layers * _attention_seconds(self._job, self._model, self._machine)
-            costs = {"shape": _expert_shape(layer), "window": TransferWindow(hidden, overlap.first, served)}
+            costs = {"shape": expert_shape(layer), "window": TransferWindow(hidden, overlap.first, served)}
         alone, config = layer.without_replicas, self._config
         plan = plan_replicas if self._worker is None else partial(self._worker.call, plan_replicas)
         placement = plan(
@@ -217,15 +227,14 @@ class ReplicaPlanner:
             method=config.planner,
             drift=drift,
             min_gain=config.min_gain,
+            keep=keep,
             **costs,
         )
-        tables = alone if placement.replicas == 0 else SplitTables(placement, alone.device)
+        if placement == keep:
+            return None
+        tables = alone if placement.replicas == 0 else layer.tables(placement)
         tables.placement.digest()  # computed here, and kept
         return tables
-
-    def _micro_batches_served(self) -> int:
-        """Micro-batches that one transfer of replicas serves."""
-        return 1 if self._shared else get_num_microbatches()
 
 
 def check_same_plans(plans: list[LayerPlan], hosts: dist.ProcessGroup) -> None:
@@ -256,7 +265,7 @@ def _on_host(loads: list[Any]) -> Callable[[], np.ndarray]:
     return wait
 
 
-def _expert_shape(layer: BalancedMoELayer) -> ExpertShape:
+def expert_shape(layer: BalancedMoELayer) -> ExpertShape:
     """Size of the part of an expert that one tensor-parallel rank holds and sends."""
     config = layer.config
     shape = ExpertShape(
@@ -299,7 +308,7 @@ def expert_share(job: Job, model: TransformerConfig, layers: list[BalancedMoELay
         return None
     first, last = layers[0], layers[-1]
     ways = first.token_dispatcher.tp_size
-    experts = first.config.moe_router_topk * 2 * _expert_shape(first).parameters * ways
+    experts = first.config.moe_router_topk * 2 * expert_shape(first).parameters * ways
     between = (last.index - first.index) / (len(layers) - 1) if len(layers) > 1 else 1
     shared = 6 * model.hidden_size * (model.moe_shared_expert_intermediate_size or 0)
     return experts / (experts + between * _attention_flops(job, model) + shared)

@@ -9,12 +9,12 @@ Padding and quantization, activations and their recomputation, and fused accumul
 
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 
+from balancing.experts.engine.late_slots import LateChains, LateSlots
 from balancing.experts.engine.slots import ReplicaSlots
 from megatron.balanced.experts.twins import pack, twin_of, with_further_experts
 
@@ -76,6 +76,8 @@ class ReplicatedExperts(torch.nn.Module):
     """What experts with replicas add to a class of Megatron-LM's experts.
 
     active: whether replicas are used; see `BalancedMoELayer.active`.
+    late_slots: slots behind those of `slots`, for late copies; None for none.
+    late: the late copies of the pass in progress, if it has some.
     ends_after_backward_dw: whether `backward_dw` ends a backward pass, after the gradients of inputs have been passed
         on (`--delay-wgrad-compute`).
     when_computed: calls its argument when the weight gradients of a backward pass have been computed.
@@ -87,6 +89,8 @@ class ReplicatedExperts(torch.nn.Module):
     config: Any
     num_local_experts: int
     slots: ReplicaSlots | None = None  # set when the model is complete; None: no replicas
+    late_slots: LateSlots | None = None
+    late: LateChains | None = None
     position = 0  # among the MoE layers of the model chunk
     active = True
     when_computed = staticmethod(at_once)
@@ -127,14 +131,29 @@ class ReplicatedExperts(torch.nn.Module):
         # A backward pass reaches the output before the experts, and `hidden` after them.
         if not self.ends_after_backward_dw:
             hidden = on_backward(hidden, later(self, "_pass_ends"))
-        if not slots.is_used(position):
+        if not slots.is_used(position) and self.late_slots is None:
             return super().forward(hidden, tokens_per_expert, permuted_probs, *buffers)
         experts = self.with_slots(slots)
         if experts is self or not self.runs_one_by_one:
-            slots.acquire(position, forward=True)
+            self.acquire()
         counts = tokens_per_expert[: experts.num_local_experts]  # the slots behind are empty
         output, bias = experts.run(hidden, counts, permuted_probs, *buffers)
-        return on_backward(output, later(self, "_begin_pass", experts is self)), bias
+        return on_backward(output, later(self, "_begin_pass", experts is self, self.late)), bias
+
+    def begin_late(self, late: LateChains | None, *, again: bool) -> None:
+        """A pass begins, whose load is known. Parameters as of `LateSlots.begin_forward`."""
+        assert self.late_slots is not None
+        self.late = late
+        self.late_slots.begin_forward(self.position, late, again=again)
+
+    def acquire(self) -> None:
+        """Wait for the weights of the replicas of a forward pass."""
+        assert self.slots is not None
+        if self.slots.is_used(self.position):
+            self.slots.acquire(self.position, forward=True)
+        if self.late is not None:
+            assert self.late_slots is not None
+            self.late_slots.acquire(self.position, forward=True)
 
     def run(self, *inputs: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run the experts of this module, as Megatron-LM does."""
@@ -144,6 +163,9 @@ class ReplicatedExperts(torch.nn.Module):
     def with_slots(self, slots: ReplicaSlots) -> Any:
         """The module that has the slots as further experts. This one, if it has no replica."""
         number = self._slots_run(slots)
+        late = self.late_slots
+        if late is not None and self.late is not None and late.held(self.position):
+            number = slots.slots + late.slots  # late slots are behind all others
         if not number:
             return self
         if self._bound is not slots:
@@ -161,6 +183,14 @@ class ReplicatedExperts(torch.nn.Module):
         """A twin that has the first `number` slots as further experts."""
         raise NotImplementedError
 
+    def leaves(self, slots: ReplicaSlots, number: int) -> list[list[torch.Tensor]]:
+        """The parameters of the first `number` slots."""
+        leaves = slots.leaves(self.position)
+        if number > len(leaves):
+            assert self.late_slots is not None
+            leaves = [*leaves, *self.late_slots.leaves(self.position)]
+        return leaves[:number]
+
     def backward_dw(self) -> None:
         """Compute the weight gradients that the backward pass has left out, then return those of replicas
         (`--delay-wgrad-compute`)."""
@@ -172,10 +202,17 @@ class ReplicatedExperts(torch.nn.Module):
         """Compute the weight gradients that the backward pass has left out."""
         raise NotImplementedError
 
-    def _begin_pass(self, holds_none: bool) -> None:
-        """A backward pass comes to the experts. holds_none: whether this rank holds no replica of the layer."""
+    def _begin_pass(self, holds_none: bool, late: LateChains | None) -> None:
+        """A backward pass comes to the experts.
+
+        holds_none: whether this rank holds no replica of the layer.
+        late: the late copies of the pass.
+        """
         assert self.slots is not None
-        self.slots.acquire(self.position, forward=False)
+        if self.slots.is_used(self.position):
+            self.slots.acquire(self.position, forward=False)
+        if self.late_slots is not None:
+            self.late_slots.begin_backward(self.position, late)
         if holds_none and self._returns_early:
             self.return_gradients()  # those of other ranks' replicas, at the point where these send them
 
@@ -186,8 +223,12 @@ class ReplicatedExperts(torch.nn.Module):
 
     def return_gradients(self) -> None:
         """The gradients of replicas are there, or will be when those that the backward pass has left out are."""
-        assert self.slots is not None
-        self.when_computed(partial(self.slots.accumulate_gradients, self.position))
+        self.when_computed(self._accumulate)
+
+    def _accumulate(self) -> None:
+        for slots in (self.slots, self.late_slots):
+            if slots is not None and slots.is_used(self.position):
+                slots.accumulate_gradients(self.position)
 
     def _pass_ends(self) -> None:
         """A backward pass has left the experts."""
@@ -195,8 +236,8 @@ class ReplicatedExperts(torch.nn.Module):
 
     def _end_pass(self) -> None:
         assert self.slots is not None
-        if self.slots.is_used(self.position) and not self._returns_early:
-            self.slots.accumulate_gradients(self.position)
+        if not self._returns_early:
+            self._accumulate()
         self.slots.end_pass(self.position)
 
 
@@ -225,14 +266,14 @@ class ReplicatedSequentialMLP(ReplicatedExperts, SequentialMLP):
         return slots.held(self.position)
 
     def _bind(self, slots: ReplicaSlots, number: int) -> Any:
-        twin = with_further_experts(self, slots.leaves(self.position)[:number])
+        twin = with_further_experts(self, self.leaves(slots, number))
         experts = twin.local_experts._modules
         first = str(self.num_local_experts)
-        run, position = experts[first].forward, self.position
+        run, acquire = experts[first].forward, later(self, "acquire")
         returns = later(self, "return_gradients") if self._returns_early else None
 
         def forward(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            slots.acquire(position, forward=True)
+            acquire()
             if returns is not None:
                 # A backward pass comes to the first replica after the others, and before the home experts. A hook on
                 # `hidden`, which was split off from the tokens of all, would wait for all.
@@ -266,7 +307,7 @@ class ReplicatedTEGroupedMLP(ReplicatedExperts, TEGroupedMLP):
         return slots.slots if slots.held(self.position) else 0  # always all: each module quantizes its weights anew
 
     def _bind(self, slots: ReplicaSlots, number: int) -> Any:
-        return with_further_experts(self, slots.leaves(self.position)[:number])
+        return with_further_experts(self, self.leaves(slots, number))
 
 
 def _copy_first(module: Any, twin: Any) -> None:

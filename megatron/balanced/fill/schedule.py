@@ -23,7 +23,6 @@ from balancing.layers.simulated_fill import SplitPasses, kept_share, simulate_fi
 from balancing.pipeline.schedule import Schedule, operations
 from megatron.balanced.fill.weight_gradients import WeightGradients, deferring
 from megatron.balanced.shared.callbacks import StepCallback
-from megatron.balanced.shared.num_microbatches import get_num_microbatches
 from megatron.balanced.shared.process_groups import duplicate_group, gather_objects
 
 __all__ = ["FilledSchedule", "WeightGradientFill", "use_filled_schedule", "with_filled_waits"]
@@ -129,7 +128,7 @@ class WeightGradientFill(StepCallback):
         # Another callback may have set it, to run when all gradients have been computed.
         self._finalize = self._config.finalize_model_grads_func
         self._config.finalize_model_grads_func = self._finalize_all
-        self._schedule = FilledSchedule(*self._plan(get_num_microbatches()), self.gradients.compute)
+        self._schedule = FilledSchedule(*self._plan(self.run.micro_batches), self.gradients.compute)
         use_filled_schedule(self._config, self._schedule)
         self.gradients.defer(True)
 

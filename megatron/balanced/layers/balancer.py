@@ -30,7 +30,6 @@ from megatron.balanced.shared.callbacks import StepCallback
 from megatron.balanced.shared.job import Job
 from megatron.balanced.shared.log import print_once
 from megatron.balanced.shared.model_checks import check_model, mark_model
-from megatron.balanced.shared.num_microbatches import get_num_microbatches, schedule_of
 
 __all__ = ["LayerBalancer"]
 
@@ -128,8 +127,7 @@ class LayerBalancer(StepCallback):
         yet. The first steps are not, since they include warm-up."""
         if not self._planner.has_measurements:
             raise ValueError("no layer was measured yet; train some steps first")
-        with schedule_of(self._micro_batches[-1]):
-            plan, now, then = self._planner.advise()
+        plan, now, then = self._planner.advise(self._micro_batches[-1])
         text = self._source.text(plan)
         print_once(f"> {self._source.flag} '{text}' is predicted to make a step {1 - then / now:.1%} shorter")
         return text
@@ -141,13 +139,13 @@ class LayerBalancer(StepCallback):
     # Around a step.
 
     def end_step(self) -> None:
-        self._micro_batches = (*self._micro_batches[-1:], get_num_microbatches())
+        self._micro_batches = (*self._micro_batches[-1:], self.run.micro_batches)
 
     # A decision, and what follows from it.
 
     def between_steps(self, step: int) -> None:
         """Use what was measured. Every `interval` steps, decide whether layers move. All ranks call it together, before
-        step `step`, in which `get_num_microbatches` is the number of micro-batches."""
+        step `step`."""
         self.iteration = step
         if self.observer.measured is not None:
             measured_step, record = self.observer.measured
@@ -162,7 +160,7 @@ class LayerBalancer(StepCallback):
         since = step - self._first
         decides = not self._settled and since and since % self._config.interval == 0
         if shorter is None and decides and self._planner.has_measurements:
-            self._carry_out(self._planner.choose(step))
+            self._carry_out(self._planner.choose(step, self.run.micro_batches))
             shorter = self._repacker.due(step)
         if shorter is not None:
             self.move_to(shorter)
@@ -180,7 +178,7 @@ class LayerBalancer(StepCallback):
         if choice.plan.chunks == before.chunks:
             ranks = dist.get_world_size()
             if choice.action == "keep" and self._repacker.consider(
-                choice.cost, choice.plan, choice.peaks, ranks, usable_memory()
+                choice.cost, choice.plan, choice.peaks, self.run.micro_batches, ranks, usable_memory()
             ):
                 choice = choice._replace(reason=self._repacker.reason)
             self._report_decision(choice, before, None)

@@ -37,7 +37,6 @@ from megatron.balanced.cpu.device import is_cpu
 from megatron.balanced.layers.mover import LayerMover, Moved
 from megatron.balanced.shared.callbacks import StepCallback
 from megatron.balanced.shared.log import print_once
-from megatron.balanced.shared.num_microbatches import get_num_microbatches
 
 __all__ = ["Choice", "LayerPlanner", "usable_memory"]
 
@@ -98,6 +97,7 @@ class LayerPlanner:
         self._gate: Gate
         self._seconds: list[np.ndarray] = []  # an iteration: [layers + 3, 2, 2]
         self._steps: list[tuple[int, float, int]] = []  # iteration, seconds, micro-batches
+        self._micro_batches = 0  # of the steps that are planned for
         self._bandwidth, self._fixed = _BANDWIDTH, _FIXED_SECONDS
         in_parts = model.overlap_moe_expert_parallel_comm
         self._schedule = Schedule(
@@ -134,9 +134,10 @@ class LayerPlanner:
         self._bandwidth = max(busiest / max(moved.move_ms / 1e3, 1e-9), 1.0)
 
     @named("plan of layers")
-    def choose(self, iteration: int) -> Choice:
-        """Plan from all measurements and decide, before `iteration`, whether layers move."""
-        begin = time.perf_counter()
+    def choose(self, iteration: int, micro_batches: int) -> Choice:
+        """Plan from all measurements and decide, before `iteration`, whether layers move. micro_batches: of a coming
+        step."""
+        begin, self._micro_batches = time.perf_counter(), micro_batches
         steps, peaks, single = self._exchange()
         cost = self.costs.cost
         profiled = time.perf_counter()
@@ -144,9 +145,9 @@ class LayerPlanner:
         candidate = self._plan(cost, peaks)
         gate = self._gate
         now, then = self._step_seconds(cost, plan), self._step_seconds(cost, candidate)
-        for measured, seconds, micro_batches in steps:
-            if micro_batches != get_num_microbatches():  # scale to the number of the coming step
-                seconds *= now / self._step_seconds(cost, plan, micro_batches)
+        for measured, seconds, measured_for in steps:
+            if measured_for != micro_batches:  # scale to the number of the coming step
+                seconds *= now / self._step_seconds(cost, plan, measured_for)
             gate = gate.measured(measured, seconds)
         previous = self._step_seconds(cost, gate.watching) if gate.watching else None
         noise = 0.0
@@ -171,9 +172,10 @@ class LayerPlanner:
             plan_ms=(time.perf_counter() - profiled) * 1e3,
         )
 
-    def advise(self) -> tuple[StagePlan, float, float]:
+    def advise(self, micro_batches: int) -> tuple[StagePlan, float, float]:
         """The best plan for the measured costs, whatever its move would cost; and predicted seconds of a step under the
-        current plan and under the best one. All ranks call it together."""
+        current plan and under the best one. All ranks call it together. micro_batches: of a step."""
+        self._micro_batches = micro_batches
         _, peaks, _ = self._exchange()
         cost = self.costs.cost
         best = self._plan(cost, peaks)
@@ -204,7 +206,7 @@ class LayerPlanner:
         return steps, peaks, single
 
     def _plan(self, cost: LayerSeconds, peaks: np.ndarray) -> StagePlan:
-        plan, micro_batches = self._mover.plan, get_num_microbatches()
+        plan, micro_batches = self._mover.plan, self._micro_batches
         fewest = min(self._fewest(), *(len(chunk) for chunk in plan.order[: len(plan.order) - plan.behind]))
         limit = min(self._mover.gather(usable_memory()))
         memory = room = None
@@ -235,7 +237,7 @@ class LayerPlanner:
         return best
 
     def _step_seconds(self, cost: LayerSeconds, plan: StagePlan, micro_batches: int | None = None) -> float:
-        return cost.step_seconds(plan, micro_batches or get_num_microbatches(), schedule=self._schedule)
+        return cost.step_seconds(plan, micro_batches or self._micro_batches, schedule=self._schedule)
 
     def _fewest(self) -> int:
         """The fewest layers of a chunk: two with activation offloading, which fails for a single layer."""

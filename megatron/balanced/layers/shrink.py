@@ -21,7 +21,6 @@ from balancing.layers.config import LayerConfig
 from balancing.layers.recorded import RecordedRun, estimate_memory
 from megatron.balanced.layers.move_groups import MoveGroups
 from megatron.balanced.shared.callbacks import StepCallback
-from megatron.balanced.shared.num_microbatches import get_num_microbatches
 
 __all__ = ["Departure", "Repacker", "Shrinking"]
 
@@ -91,12 +90,15 @@ class Repacker:
         plan, self._plan = self._plan, None
         return plan
 
-    def consider(self, cost: LayerSeconds, plan: StagePlan, peaks: np.ndarray, ranks: int, usable: float) -> bool:
+    def consider(
+        self, cost: LayerSeconds, plan: StagePlan, peaks: np.ndarray, micro_batches: int, ranks: int, usable: float
+    ) -> bool:
         """Choose a shorter plan if the user allows it. `due` returns it at the next log line.
 
         cost: measured seconds of the layers.
         plan: the current plan.
         peaks: float array [stage], peak bytes of a rank of each stage.
+        micro_batches: number of micro-batches of a step.
         ranks: number of ranks of the job.
         usable: bytes that a plan may use on a rank's device; infinite if it has no memory of its own.
 
@@ -106,7 +108,7 @@ class Repacker:
             return False
         per_stage, per_node = ranks // plan.stages, detect_launch().ranks_per_node
         limit = self._limit(usable)
-        run = RecordedRun(cost, plan, get_num_microbatches(), per_stage, per_node, memory=peaks)
+        run = RecordedRun(cost, plan, micro_batches, per_stage, per_node, memory=peaks)
         options = repack_options(
             run,
             memory=None if limit is None else estimate_memory(run),

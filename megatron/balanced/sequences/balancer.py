@@ -81,13 +81,13 @@ class SequenceBalancer(StepCallback):
         mark_model("SequenceBalancer", chunks)
 
     @property
-    def trial_name(self) -> str | None:  # type: ignore[override]
+    def name(self) -> str | None:  # type: ignore[override]
         """A loader that moves tokens in advance must know in advance."""
-        return "sequences" if self._tokens.stay or self._tokens.loader_knows_trials else None
+        return "sequences" if self._tokens.stay or self._tokens.may_stay else None
 
     @property
     def follows_data(self) -> bool:  # type: ignore[override]
-        return self._tokens.loader_knows_trials
+        return self._tokens.may_stay
 
     def layers_moved(self) -> None:
         self._tokens.layers_moved()
@@ -98,7 +98,7 @@ class SequenceBalancer(StepCallback):
     def begin_schedule(self) -> None:
         self._record.begin()
         self._spent, self._batches = [], []
-        self._tokens.begin_schedule(self.run.data)
+        self._tokens.begin_schedule(self.run.data, self.run.micro_batches)
 
     def end_schedule(self) -> None:
         """Check that all ranks of the domain followed the same plans, without waiting for the device."""

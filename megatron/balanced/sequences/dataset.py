@@ -27,7 +27,8 @@ from balancing.kernels.pairs import area_of_first
 from balancing.sequences.plan import PlanCache
 from balancing.sequences.sequence_plan import SequencePlan
 from megatron.balanced.sequences.domain import Domain, Sample
-from megatron.balanced.sequences.micro_batch_schedule import LeftOutSteps, Steps, WholeSteps
+from megatron.balanced.sequences.micro_batch_schedule import DrawnSteps, Steps, WholeSteps
+from megatron.balanced.sequences.planner import Planner
 
 __all__ = [
     "INTEGERS",
@@ -126,29 +127,28 @@ class PlannedDataset(torch.utils.data.Dataset):
     """Any of Megatron's GPT datasets, read a micro-batch at a time.
 
     dataset: of samples, tensors by name.
-    planning: makes plans and this rank's programs from lengths.
+    planner: makes plans and this rank's programs from lengths.
     domain: the ranks that share micro-batches.
     rows: of each rank.
     padding: the token that samples are padded with at their end; None if they are always full.
     steps: distributes the documents of a step, or whole micro-batches of Megatron-LM, over its micro-batches. None
         leaves them where they were drawn.
-    left_out: the steps whose tokens stay where Megatron-LM has them; None for no step.
-    as_drawn: makes the plans of these steps, from lengths [data-parallel rank][document].
+    drawn_steps: the steps whose tokens stay where Megatron-LM draws them; None for no step.
     """
 
     def __init__(
         self,
         dataset: torch.utils.data.Dataset,
-        planning: PlanCache,
+        planner: Planner,
         domain: Domain,
         rows: Rows,
         padding: int | None,
         steps: Steps | WholeSteps | None = None,
-        left_out: LeftOutSteps | None = None,
-        as_drawn: PlanCache | None = None,
+        drawn_steps: DrawnSteps | None = None,
     ) -> None:
-        self._left_out, self._as_drawn = left_out, as_drawn
-        self._dataset, self._planning, self._domain = dataset, planning, domain
+        self._dataset, self._domain, self._drawn_steps = dataset, domain, drawn_steps
+        self._plan = PlanCache(planner.plan, planner.compile)
+        self._plan_as_drawn = PlanCache(planner.plan_as_drawn, planner.compile)  # type: ignore[arg-type]
         self._rows, self._padding, self._steps = rows, padding, steps
         # Of the latest step: its first sample, and the micro-batch of each document, or the samples of each micro-batch
         self._latest: tuple[int, _Drawn, np.ndarray] | None = None
@@ -168,19 +168,18 @@ class PlannedDataset(torch.utils.data.Dataset):
         the rows of each shift (0 where a document has ended), each padded at its end, a pickled `PlannedBatch` as
         "plan", and the milliseconds of planning as "plan_ms"."""
         begin = time.perf_counter()
-        stays = self._left_out is not None and self._left_out(indices[0])
+        stays = self._drawn_steps is not None and self._drawn_steps(indices[0])
         drawn, chosen = self._micro_batch(indices, stays)
         spent = (time.perf_counter() - begin) * 1e3
         documents = [drawn.documents[number] for number in chosen]
         origins = tuple(drawn.samples[document.sample].origin for document in documents)
         lengths = [document.tokens for document in documents]
         if stays:
-            assert self._as_drawn is not None
             by_origin = groupby(zip(origins, lengths, strict=True), itemgetter(0))
             lengths_by_origin = [tuple(length for _, length in group) for _, group in by_origin]
-            plan, programs, milliseconds = self._as_drawn(lengths_by_origin)  # type: ignore[arg-type]
+            plan, programs, milliseconds = self._plan_as_drawn(lengths_by_origin)  # type: ignore[arg-type]
         else:
-            plan, programs, milliseconds = self._planning(lengths)
+            plan, programs, milliseconds = self._plan(lengths)
         rows = self._rows.of(plan, drawn.size)
         size = rows * (1 + self._rows.shifts)
         batch = {name: torch.zeros(size, dtype=torch.int64) for name in INTEGERS}

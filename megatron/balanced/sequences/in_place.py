@@ -32,7 +32,6 @@ from megatron.balanced.sequences.shape import layer_kind
 from megatron.balanced.sequences.tokens import Sharing, Tokens, by_value
 from megatron.balanced.shared.log import print_once
 from megatron.balanced.shared.model_checks import check_configs
-from megatron.balanced.shared.num_microbatches import get_num_microbatches
 
 __all__ = ["AttentionInPlace"]
 
@@ -215,8 +214,8 @@ class AttentionInPlace(Tokens):
 
     # A schedule.
 
-    def begin_schedule(self, data: Any) -> None:
-        numbers = self._sharing.compare("the beginning of a schedule", get_num_microbatches())
+    def begin_schedule(self, data: Any, micro_batches: int) -> None:
+        numbers = self._sharing.compare("the beginning of a schedule", micro_batches)
         if len({*numbers}) > 1:
             raise ValueError(
                 f"ranks {self._sharing.ranks} run {numbers} micro-batches; balanced sequences need the same number on "

@@ -23,7 +23,7 @@ from balancing.sequences.planners.groups import deal_areas
 from balancing.sequences.planners.micro_batch_packing import whole_costs
 from megatron.balanced.sequences.domain import Domain, Sample
 
-__all__ = ["LeftOutSteps", "Step", "StepSeconds", "Steps", "WholeSteps"]
+__all__ = ["DrawnSteps", "Step", "StepSeconds", "Steps", "WholeSteps"]
 
 _FORWARD = 0.32  # fraction of the seconds of both passes: a third in linear layers, less in attention
 
@@ -58,23 +58,23 @@ class Step:
 
 
 @dataclass(frozen=True)
-class LeftOutSteps:
-    """Which steps leave their tokens where Megatron-LM has them.
+class DrawnSteps:
+    """Which steps leave their tokens where Megatron-LM draws them.
 
     samples: number of samples of a step, on all data-parallel ranks.
     first: number of the sample with which the first step of this run begins.
     iteration: number of this step.
-    left_out: iteration -> True if that step runs unbalanced.
+    stays: iteration -> whether that step does.
     """
 
     samples: int
     first: int
     iteration: int
-    left_out: Callable[[int], bool]
+    stays: Callable[[int], bool]
 
     def __call__(self, index: int) -> bool:
-        """True if the step with sample `index` runs unbalanced."""
-        return self.left_out(self.iteration + (index - self.first) // self.samples)
+        """Whether the step with sample `index` does."""
+        return self.stays(self.iteration + (index - self.first) // self.samples)
 
 
 @dataclass(frozen=True)

@@ -25,19 +25,18 @@ from balancing.pipeline.schedule import Schedule
 from balancing.ranges import named
 from balancing.sequences import SequencePlan
 from balancing.sequences.micro_batches import MICRO_BATCH_ROOM
-from balancing.sequences.plan import PlanCache
 from balancing.upload import upload
+from megatron.balanced.run import Run, Trained
 from megatron.balanced.sequences.attention import BatchAttention, DocumentPositions, PlannedSequences, SampleRows
 from megatron.balanced.sequences.dataset import INTEGERS, PlannedBatch, PlannedDataset, Rows
 from megatron.balanced.sequences.domain import LossTokens
 from megatron.balanced.sequences.events import MicroBatch
 from megatron.balanced.sequences.mamba import DocumentOrder, document_rows
-from megatron.balanced.sequences.micro_batch_schedule import LeftOutSteps, Steps, StepSeconds, WholeSteps
+from megatron.balanced.sequences.micro_batch_schedule import DrawnSteps, Steps, StepSeconds, WholeSteps
 from megatron.balanced.sequences.packed_messages import expect, expect_one_size
 from megatron.balanced.sequences.prediction import Prediction
 from megatron.balanced.sequences.router import tell_routers
 from megatron.balanced.sequences.tokens import Sharing, Tokens
-from megatron.balanced.shared.job import Job
 from megatron.balanced.shared.process_groups import duplicate_group
 from megatron.balanced.shared.tail import tail_layers
 
@@ -50,10 +49,8 @@ _KEPT = 64  # plans, with their programs, in the cache
 class Batches:
     """Facts about a loop and its model that the model's config does not have.
 
-    job: the run.
     step_samples: samples of a step, of all ranks.
-    trained_samples: gives the samples of earlier steps, once a checkpoint is loaded.
-    trained_steps: gives the number of these steps, then.
+    numbered: whether the number of a sample tells its step.
     group: micro-batches that an interleaved pipeline groups together; None for the number of stages.
     conversations: whether samples are conversations, which are padded.
     masks_documents: whether the documents of a sample do not attend to each other.
@@ -61,14 +58,10 @@ class Batches:
     one_size: whether every micro-batch must have the same number of rows on each rank.
     tells_samples: whether a router loss needs the sample of each token.
     passes_states: whether layers pass a state from each token of a document to the next.
-    left_out: returns a function, iteration -> True if trials run that step unbalanced, once a checkpoint is loaded.
-        None if that is not known in advance.
     """
 
-    job: Job
     step_samples: int
-    trained_samples: Callable[[], int]
-    trained_steps: Callable[[], int]
+    numbered: bool
     group: int | None
     conversations: bool
     masks_documents: bool
@@ -76,7 +69,6 @@ class Batches:
     one_size: bool
     tells_samples: bool
     passes_states: bool
-    left_out: Callable[[], Callable[[int], bool]] | None = None
 
 
 class MovedBatch(NamedTuple):
@@ -117,14 +109,16 @@ class MovedTokens(Tokens):
     """The mode of a `SequenceBalancer` in which tokens move. The loop wraps its provider of datasets by `datasets`,
     calls it after the balancer is constructed, and takes each micro-batch from `next_batch`.
 
+    run: the run; `job` and `trained` are read.
     batches: how the loop makes batches.
     count_documents: receives the ends of the documents of each micro-batch, for a trainer that counts FLOPs.
     """
 
     sharing: Sharing  # from `attach` on
 
-    def __init__(self, batches: Batches, count_documents: Callable[[torch.Tensor], None]) -> None:
-        self._batches, self._count_documents = batches, count_documents
+    def __init__(self, run: Run, batches: Batches, count_documents: Callable[[torch.Tensor], None]) -> None:
+        assert run.job is not None
+        self._run, self._job, self._batches, self._count_documents = run, run.job, batches, count_documents
         # Chunks of an interleaved pipeline and later epochs receive the same bytes again.
         self._unpickled: Callable[[bytes], PlannedBatch] = lru_cache(_KEPT)(pickle.loads)
         self._chunks: list[Any] = []
@@ -134,7 +128,7 @@ class MovedTokens(Tokens):
     def attach(self, chunks: list[Any], sharing: Sharing) -> None:
         self._chunks, self.sharing = chunks, sharing
         if mpu.get_tensor_model_parallel_world_size() > 1:
-            minutes = self._batches.job.timeout_minutes
+            minutes = self._job.timeout_minutes
             self._tensor_hosts = duplicate_group(mpu.get_tensor_model_parallel_group(), minutes, on_host=True)
         self.layers_moved()
 
@@ -143,10 +137,11 @@ class MovedTokens(Tokens):
             tell_routers(model)
 
     @property
-    def loader_knows_trials(self) -> bool:
+    def may_stay(self) -> bool:
         """Over context-parallel ranks Megatron-LM pads each message of a conversation."""
-        cuts = self.sharing.domain.ranks > self.sharing.domain.origins
-        return self._batches.left_out is not None and not (self._batches.conversations and cuts)
+        batches, cuts = self._batches, self.sharing.domain.ranks > self.sharing.domain.origins
+        known = self._run.left_out_ahead is not None and batches.numbered
+        return known and not (batches.conversations and cuts)
 
     @property
     def padded(self) -> bool:
@@ -159,30 +154,35 @@ class MovedTokens(Tokens):
 
         def build(sizes: list[int | None], vp_stage: int | None = None) -> tuple[Any, ...]:
             train, *others = provider(sizes, vp_stage=vp_stage)
-            return self._planned(train, self._steps or self._whole_steps, self._left_out), *map(self._planned, others)
+            return self._planned(train, self._steps or self._whole_steps, self._drawn_steps), *map(
+                self._planned, others
+            )
 
         build.is_distributed = True  # type: ignore[attr-defined]
         return build
 
     def _planned(
-        self, dataset: Any, steps: Steps | WholeSteps | None = None, left_out: LeftOutSteps | None = None
+        self, dataset: Any, steps: Steps | WholeSteps | None = None, drawn_steps: DrawnSteps | None = None
     ) -> Any:
         if dataset is None or isinstance(dataset, list):
-            return dataset and [self._planned(part, steps, left_out) for part in dataset]
+            return dataset and [self._planned(part, steps, drawn_steps) for part in dataset]
         padding = dataset.config.tokenizer.pad if self._batches.conversations else None
         planner = self.sharing.planner(cuts_documents=not self._batches.masks_documents)
         rows = replace(self._rows, fixed=False) if isinstance(steps, Steps) else self._rows
-        planning = PlanCache(planner.plan, planner.compile)
-        as_drawn = PlanCache(planner.plan_as_drawn, planner.compile)  # type: ignore[arg-type]
-        return PlannedDataset(dataset, planning, self.sharing.domain, rows, padding, steps, left_out, as_drawn)
+        return PlannedDataset(dataset, planner, self.sharing.domain, rows, padding, steps, drawn_steps)
 
     @cached_property
-    def _left_out(self) -> LeftOutSteps | None:
-        batches = self._batches
-        if batches.left_out is None or not self.loader_knows_trials:
+    def _drawn_steps(self) -> DrawnSteps | None:
+        if not self.may_stay:
             return None
-        run = batches.step_samples, batches.trained_samples(), batches.trained_steps()
-        return LeftOutSteps(*run, batches.left_out())
+        assert self._run.left_out_ahead is not None
+        steps, samples = self._trained
+        return DrawnSteps(self._batches.step_samples, samples, steps, self._run.left_out_ahead("sequences"))
+
+    @property
+    def _trained(self) -> Trained:
+        assert self._run.trained is not None
+        return self._run.trained()
 
     @property
     def _rows(self) -> Rows:
@@ -200,7 +200,7 @@ class MovedTokens(Tokens):
         """How documents are distributed over the micro-batches of training steps; None if they stay where drawn."""
         if self.step_seconds is None or self._batches.whole:
             return None
-        job, domain = self._batches.job, self.sharing.domain
+        job, domain = self._job, self.sharing.domain
         drawn = job.seq_length * job.micro_batch_size * domain.origins
         capacity = self.sharing.config.token_capacity or math.ceil(MICRO_BATCH_ROOM * drawn / domain.ranks)
         return Steps(*self._of_one_size(self.step_seconds), capacity)
@@ -213,7 +213,7 @@ class MovedTokens(Tokens):
         return WholeSteps(*self._of_one_size(self.step_seconds))
 
     def _of_one_size(self, seconds: StepSeconds) -> tuple[Any, ...]:
-        first, sharing = self._batches.trained_samples(), self.sharing
+        first, sharing = self._trained.samples, self.sharing
         return get_num_microbatches(), self._batches.step_samples, first, sharing.cluster, sharing.shape, seconds
 
     @property
@@ -226,7 +226,7 @@ class MovedTokens(Tokens):
 
     # A schedule.
 
-    def begin_schedule(self, data: Any) -> None:
+    def begin_schedule(self, data: Any, micro_batches: int) -> None:
         if self._steps is None:
             return
         iterators: list[Any] = []
@@ -276,13 +276,13 @@ class MovedTokens(Tokens):
             max_seqlen_q=max(plan.lengths),
             max_seqlen_kv=max(plan.lengths),
             attention=attention,
-            positions=DocumentPositions(columns.positions, batches.job.seq_length),
+            positions=DocumentPositions(columns.positions, self._job.seq_length),
         )
         if self._shifts:
             names = ("tokens", "labels", "position_ids", "loss_mask")
             packed.prediction = Prediction(*(shifted[name] for name in names), losses=losses)
         if batches.tells_samples:
-            samples, apart = sum(plan.lengths) // batches.job.seq_length, domain.groups > 1
+            samples, apart = sum(plan.lengths) // self._job.seq_length, domain.groups > 1
             process_group = sharing.process_group if apart else None
             packed.samples = SampleRows(columns.samples, samples, domain.origins, process_group)
         if batches.passes_states:
@@ -338,7 +338,7 @@ class MovedTokens(Tokens):
         and in order."""
         assert int(plan.linear_tokens.min()) == int(plan.linear_tokens.max()), "ranks have different numbers of tokens"
         return [
-            (stop - length) // self._batches.job.seq_length
+            (stop - length) // self._job.seq_length
             for stop, length in zip(accumulate(plan.lengths), plan.lengths, strict=True)
         ]
 

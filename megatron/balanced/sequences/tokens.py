@@ -144,9 +144,9 @@ class Tokens:
         return False
 
     @property
-    def loader_knows_trials(self) -> bool:
-        """True if the data loader knows in advance which steps run unbalanced. In those steps tokens are where the
-        loop, without balancing, would have them."""
+    def may_stay(self) -> bool:
+        """Whether tokens stay where the loop, without balancing, would have them in steps that leave out balancing.
+        They then run by plans as well."""
         return False
 
     @property
@@ -166,8 +166,12 @@ class Tokens:
     def layers_moved(self) -> None:
         """Layers of the chunks may be other modules."""
 
-    def begin_schedule(self, data: Any) -> None:
-        """Before the first forward pass of a training schedule. data: its iterator, or a list with one a chunk."""
+    def begin_schedule(self, data: Any, micro_batches: int) -> None:
+        """Before the first forward pass of a training schedule.
+
+        data: its iterator, or a list with one a chunk.
+        micro_batches: the number of its micro-batches.
+        """
 
     def end_schedule(self) -> None:
         """After the last backward pass of a training schedule."""

@@ -35,15 +35,15 @@ class StepCallback:
 
     run: the run (`megatron.balanced.run.Run`), from `attach` on. It has the optimizer, for instance.
     report: adds an event (`balancing.report.event`) to the report of the step in progress, if there is a report.
-    trial_name: name in trials (`balancing.trials`) of a balancer that a step can leave out without changing a number.
-        Such a step calls its `skip_step`, and nothing else. None for others.
+    name: name of a balancer that a step can leave out without changing a number. Such a step calls its `skip_step`,
+        and nothing else. None for others.
     follows_data: whether the schedule needs the balancer in those steps as well, since the data loader has made their
         batches in its terms. `begin_schedule` and `end_schedule` are then called.
     """
 
     run: Any = None
     report: Callable[[dict[str, Any]], None] = staticmethod(_no_report)
-    trial_name: str | None = None
+    name: str | None = None
     follows_data = False
 
     def attach(self, chunks: list[Any]) -> None:

@@ -36,6 +36,7 @@ SEQUENCES_OF_DATA = "sequences of data-parallel ranks"
 SEQUENCES_OF_STEP = "sequences of a step"
 ATTENTION = "attention alone"  # sequences of other loops, whose tokens stay where they are
 FILL = "fill"  # --fill-with-weight-gradients
+LATE = "late copies"  # experts with late_slots
 FP64 = "float64"  # --fp64
 HYBRID = "hybrid"  # --hybrid-layer-pattern
 HYBRID_SEGMENTS = "hybrid segments"  # with | in it
@@ -199,6 +200,7 @@ _STEPS = "documents are distributed over the micro-batches of a step, and steps 
 _SCALES = "it is stored with a scale for each shard, and a move changes the shards"
 _MIXED = "it stores experts of some layers in another format, and replica slots have one format"
 _PADDING = "with --sft routers see padding, which balanced sequences leave out"
+_LATER = "it computes weight gradients when the next pass may have filled the late slot"
 _IN_PARTS = "it steps the optimizer in parts, and weights must be complete between steps"
 
 INCOMPATIBLE: tuple[Incompatible, ...] = (
@@ -323,6 +325,16 @@ INCOMPATIBLE: tuple[Incompatible, ...] = (
     Incompatible("cuda_graph_impl", other_than("none"), (FILL,), _GRAPH, "use --cuda-graph-impl none"),
     Incompatible("enable_cuda_graph", ON, (FILL,), _GRAPH),
     Incompatible("external_cuda_graph", ON, (FILL,), _GRAPH),
+    # Late copies of experts
+    Incompatible("overlap_moe_expert_parallel_comm", ON, (LATE,), "it alternates two passes, which share late slots"),
+    Incompatible("delay_wgrad_compute", ON, (LATE,), _LATER),
+    Incompatible("fill_with_weight_gradients", ON, (LATE,), _LATER, where=TRAINER),
+    Incompatible("moe_token_dispatcher_type", one_of("flex"), (LATE,), "its host does not know the load of a pass",
+                 "use --moe-token-dispatcher-type alltoall"),
+    Incompatible("fp8", ON, (LATE,), "weights that change from pass to pass would be quantized anew", "use --bf16"),
+    Incompatible("fp4", ON, (LATE,), "weights that change from pass to pass would be quantized anew", "use --bf16"),
+    Incompatible("cuda_graph_impl", other_than("none"), (LATE,), "a graph repeats the copies that it captured",
+                 "use --cuda-graph-impl none"),
     # Parallelism and overlaps
     Incompatible("use_tp_pp_dp_mapping", ON, (RELEASE,), "it spreads each stage over all nodes, so no node is freed"),
     Incompatible("use_megatron_fsdp", ON, (EXPERTS, LAYERS),

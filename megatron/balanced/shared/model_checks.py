@@ -12,11 +12,11 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.utils import get_model_config, unwrap_model
 
-from megatron.balanced.shared.incompatible import ATTENTION, EXPERTS, LAYERS, LOOPS, TRAINER, refused
+from megatron.balanced.shared.incompatible import ATTENTION, EXPERTS, LATE, LAYERS, LOOPS, TRAINER, refused
 
 __all__ = ["check_configs", "check_model", "mark_model", "unmark_model"]
 
-_FEATURES = {"ExpertBalancer": EXPERTS, "SequenceBalancer": ATTENTION, "LayerBalancer": LAYERS}
+_FEATURES = {"ExpertBalancer": EXPERTS, "SequenceBalancer": ATTENTION, "LayerBalancer": LAYERS, "late_slots": LATE}
 _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.uint8: "fp8"}
 _MARK = "balanced_by"  # attribute of a model chunk: class names of its balancers
 
@@ -111,8 +111,8 @@ def _check_groups(chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def check_configs(kind: str, *configs: Any, recaptures: bool = False) -> None:
-    """Raise ValueError for a value in `configs` that a balancer of class `kind` does not support. A config may be None.
-    recaptures: as in `Job`; only the loop of `pretrain_gpt.py` does."""
+    """Raise ValueError for a value in `configs` that a balancer of class `kind`, or the setting late_slots, does not
+    support. A config may be None. recaptures: as in `Job`; only the loop of `pretrain_gpt.py` does."""
     known: dict[str, Any] = {}
     for config in configs:
         known |= {} if config is None else vars(config)

@@ -5,11 +5,11 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from balancing.trials import TrialSchedule
 from megatron.balanced.trainer.checks.experts import check_experts
 from megatron.balanced.trainer.checks.layers import check_layers
 from megatron.balanced.trainer.checks.sequences import check_sequences
 from megatron.balanced.trainer.config import BalanceConfig
+from megatron.balanced.trainer.trials import check_trials
 
 __all__ = ["check_balancers", "switch_on"]
 
@@ -73,11 +73,5 @@ def check_balancers(
         config = dataclasses.replace(config, **{name: checked})
         notes += said
         off_again += said[-1:] if asked.enabled and not checked.enabled else []
-    if config.trials.steps:
-        tried = [name for name in ("experts", "sequences") if getattr(config, name).enabled]
-        if not tried:
-            add = "add --balance-experts or --balance-sequences, or drop it"
-            why = f", since {'; '.join(off_again)}; drop it" if off_again else f"; {add}"
-            raise ValueError(f"--balance-trial {config.trials.steps} has nothing to try{why}")
-        TrialSchedule(tried, config.trials)  # raises ValueError if it is too short
+    check_trials(config, off_again)
     return config, notes

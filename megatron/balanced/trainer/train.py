@@ -8,54 +8,41 @@ from functools import partial, wraps
 from typing import Any
 
 from megatron.core.enums import ModelType
-from megatron.core.utils import get_model_config
 from megatron.training import pretrain
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 from megatron.training.models.base import ModelConfig
-from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import print_rank_0
 
-from balancing.experts.config import ExpertConfig
 from balancing.kernels.choice import KernelError
 from balancing.pipeline.pattern import read_pattern
 from balancing.run_lock import one_run
 from balancing.settings import SettingError
-from megatron.balanced.experts.balancer import ExpertBalancer, ReplicaMemoryError
-from megatron.balanced.experts.captured import CapturedExpertBalancer
-from megatron.balanced.experts.graphs import captures_iterations
+from megatron.balanced.experts.balancer import ReplicaMemoryError
 from megatron.balanced.fill.schedule import WeightGradientFill
 from megatron.balanced.observe.empty_steps import EmptySteps
 from megatron.balanced.observe.observer import Observer
 from megatron.balanced.observe.own_rates import OwnRates
 from megatron.balanced.observe.report_writer import ReportWriter
-from megatron.balanced.run import Run
-from megatron.balanced.sequences.attention import use_document_positions
-from megatron.balanced.sequences.balancer import SequenceBalancer
-from megatron.balanced.sequences.moved_tokens import Batches, MovedTokens
+from megatron.balanced.run import Run, Trained
 from megatron.balanced.shared.callbacks import StepCallback
 from megatron.balanced.shared.job import Job
 from megatron.balanced.shared.process_groups import SocketLimitError
 from megatron.balanced.trainer import patches
-from megatron.balanced.trainer.checks.checkpoints import (
-    KERNEL_ARGUMENT,
-    TRIALS_ARGUMENT,
-    arguments_of_checkpoint,
-    nothing_to_load,
-)
-from megatron.balanced.trainer.checks.sequences import steps_ahead
+from megatron.balanced.trainer.checks.checkpoints import arguments_of_checkpoint, nothing_to_load
 from megatron.balanced.trainer.config import AUTO, BalanceConfig, cluster_from_flags, rates_line
 from megatron.balanced.trainer.data import forward_step, is_packed, train_valid_test_datasets
 from megatron.balanced.trainer.dry_run import assumes_gpus, plan_lines
+from megatron.balanced.trainer.experts import experts
 from megatron.balanced.trainer.kernels import kernels_line
-from megatron.balanced.trainer.layer_callbacks import after_moves, layer_balancer, reads_data_everywhere
+from megatron.balanced.trainer.layers import layers, reads_data_everywhere
 from megatron.balanced.trainer.model import model_config
 from megatron.balanced.trainer.model_extension import ModelExtension
 from megatron.balanced.trainer.prediction import get_embedding_ranks
 from megatron.balanced.trainer.rendezvous import store_of_process_groups
-from megatron.balanced.trainer.sequence_rules import routes_by_sample, why_of_one_size, why_whole
+from megatron.balanced.trainer.sequences import sequences
+from megatron.balanced.trainer.trials import trials
 from megatron.balanced.trainer.watchdog.failure import stop
-from megatron.balanced.trials.step_trials import StepTrials
 
 __all__ = ["train"]
 
@@ -134,19 +121,17 @@ def _add_features(
         for callback in run.callbacks:
             callback.report = observer.note
     resumed = arguments_of_checkpoint(args) if config.balances else None
-    trials = _trials(run, args, config, resumed) if config.balances else None
-    run.first[:0] = [callback for callback in (observer, trials) if callback is not None]
+    run.trained = lambda: Trained(args.iteration, args.consumed_train_samples)
+    run.first[:0] = [*([] if observer is None else [observer]), *trials(run, args, config, resumed)]
 
     tokens, rest = None, list[StepCallback]()
     if config.sequences.enabled:
-        tokens = _sequences(run, args, config, trials, getattr(resumed, KERNEL_ARGUMENT, None))
-        model.pre_wrap_hooks.append(use_document_positions)
+        tokens = sequences(run, args, config.sequences, model, resumed)
     if config.experts.enabled:
-        run.build.append(partial(_experts, config.experts))
+        experts(run, config.experts)
     if config.layers.enabled:
         assert observer is not None
-        run.build_last = layer_balancer(args, config, model, run.job, observer)
-        rest += after_moves(args)
+        rest += layers(run, args, config, model, observer)
     if config.fill_with_weight_gradients:
         timed = None if observer is None else observer.weight_gradients
         rest.append(WeightGradientFill(args.distributed_timeout_minutes, timed))
@@ -162,77 +147,6 @@ def _add_features(
     if (note := nothing_to_load(args)) is not None and args.rank == 0:
         forward = _say_first(note, forward)  # type: ignore[assignment]
     return datasets if tokens is None else tokens.datasets(datasets), forward
-
-
-def _experts(config: ExpertConfig, run: Run) -> ExpertBalancer:
-    reserved = sum(callback.held().buffers for callback in run.callbacks)
-    captures = captures_iterations(get_model_config(run.chunks[0]))
-    kind = CapturedExpertBalancer if captures else ExpertBalancer
-    return kind(run.chunks, config, job=run.job, cluster=run.cluster, report=run.report, reserved=reserved)
-
-
-def _sequences(
-    run: Run, args: argparse.Namespace, config: BalanceConfig, trials: StepTrials | None, had_kernel: str | None
-) -> MovedTokens:
-    """Let the run build the balancer. Returns how it moves tokens. had_kernel: of the run that this one resumes."""
-    left_out = None
-    if trials is not None and args.dataloader_type == "single" and not args.rampup_batch_size:
-        left_out = partial(trials.left_out_ahead, "sequences")  # the number of a sample tells its iteration
-    tokens = MovedTokens(_batches(args, config, run.job, left_out), update_seqlen_stats_from_cu_seqlens)
-
-    def build(run: Run) -> SequenceBalancer:
-        shared = {"job": run.job, "cluster": run.cluster, "report": run.report}
-        balancer = SequenceBalancer(run.chunks, config.sequences, tokens=tokens, had_kernel=had_kernel, **shared)
-        setattr(args, KERNEL_ARGUMENT, balancer.kernel.name)  # checkpoints hold `args`
-        return balancer
-
-    run.build.append(build)
-    return tokens
-
-
-def _trials(run: Run, args: argparse.Namespace, config: BalanceConfig, resumed: Any) -> StepTrials | None:
-    """Trials of the balancers, if the settings ask for them. resumed: arguments in the checkpoint."""
-    if not (config.trials.pairs or config.trials.steps):
-        return None
-    record = getattr(resumed, TRIALS_ARGUMENT, None)
-    setattr(args, TRIALS_ARGUMENT, record := dict(record) if isinstance(record, dict) else {})
-    return StepTrials(
-        run,
-        config.trials,
-        steps=args.train_iters,
-        first=lambda: args.iteration,
-        delays={"sequences": steps_ahead(args)} if config.sequences.enabled else None,
-        moves=config.layers.enabled,
-        report=run.report,
-        stop_after=partial(_exit_after, args),
-        record=record,
-    )
-
-
-def _exit_after(args: argparse.Namespace, iteration: int) -> None:
-    """Let Megatron-LM exit after `iteration` (from 0), or before, where --exit-interval says so."""
-    end = iteration + 1
-    every = args.exit_interval or end
-    args.exit_interval = min(end, every * (args.iteration // every + 1))
-
-
-def _batches(
-    args: argparse.Namespace, config: BalanceConfig, job: Job, left_out: Callable[[], Callable[[int], bool]] | None
-) -> Batches:
-    return Batches(
-        job,
-        step_samples=args.global_batch_size,
-        trained_samples=lambda: args.consumed_train_samples,
-        trained_steps=lambda: args.iteration,
-        group=args.microbatch_group_size_per_vp_stage,
-        conversations=bool(args.sft),
-        masks_documents=bool(args.dataloader_inter_document_masking),
-        whole=why_whole(args) is not None,
-        one_size=why_of_one_size(args) is not None,
-        tells_samples=routes_by_sample(args, config.sequences),
-        passes_states="M" in (args.hybrid_layer_pattern or ""),
-        left_out=left_out,
-    )
 
 
 def _observer(run: Run, args: argparse.Namespace, config: BalanceConfig) -> Observer:

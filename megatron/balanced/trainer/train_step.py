@@ -8,6 +8,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.transformer.moe.paged_stash import PagedStashRunner
 
 from megatron.balanced.run import Run, step
@@ -35,6 +36,7 @@ def with_callbacks(run: Run, original: Callable) -> Callable:
         run.complete(optimizer, opt_param_scheduler)
         run.data, run.schedule = data_iterator, run.new_schedule or forward_backward_func
         run.iteration = run.next_step = iteration or 0
+        run.micro_batches = get_num_microbatches()
         first = forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, config
         return step(run, config, lambda schedule: original(*first, schedule, iteration=iteration, **groups))
 

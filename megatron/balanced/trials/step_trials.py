@@ -38,11 +38,11 @@ class _Timed(NamedTuple):
 class StepTrials(StepCallback):
     """One on each rank. Its steps begin before those of the balancers.
 
-    of: the run. Its balancers with a `trial_name` take part.
+    of: the run. Its balancers with a `name` take part. If it says how far it is trained, it also gets to know in
+        advance which steps leave out a balancer.
     config: settings.
     steps: number of steps of the run; None if unknown.
-    first: gives the first iteration of the run, once the balancers are there. None: that of the first step.
-    delays: steps from a decision until it takes effect, by `trial_name`.
+    delays: steps from a decision until it takes effect, by name of the balancer.
     moves: whether layers may move.
     report: receives the events; None without a report.
     stop_after: told, in a run of trials alone, the iteration (from 0) after which the run shall stop.
@@ -56,7 +56,6 @@ class StepTrials(StepCallback):
         config: TrialConfig,
         *,
         steps: int | None = None,
-        first: Callable[[], int] | None = None,
         delays: Mapping[str, int] | None = None,
         moves: bool = False,
         report: Callable[[dict[str, Any]], None] | None = None,
@@ -64,7 +63,7 @@ class StepTrials(StepCallback):
         record: MutableMapping[str, Any] | None = None,
     ) -> None:
         self.run, self._config, self._steps = of, config, steps
-        self._first, self._delays = first, delays or {}
+        self._delays = delays or {}
         self._report, self._stop_after = report, stop_after
         self._record = {} if record is None else record
         self._trials: Trials | None = None
@@ -79,6 +78,8 @@ class StepTrials(StepCallback):
         self._before: list[_Timed] | None = None
         self._settling = 0
         self._told: dict[str, int] = {}  # pairs that are in the report, by balancer
+        if of.trained is not None:
+            of.left_out_ahead = self._left_out_ahead
 
     def begin_step(self, iteration: int, config: Any) -> None:
         trials = self._start(iteration)
@@ -147,16 +148,15 @@ class StepTrials(StepCallback):
         """What each balancer gained so far, as `Trials.gains`."""
         return {} if self._trials is None else self._trials.gains()
 
-    def left_out_ahead(self, name: str) -> Callable[[int], bool]:
-        """Tells which iterations leave out the balancer of this `trial_name`, before they begin, also in other
-        processes. Called when the balancers are there."""
-        assert self._first is not None
-        return LeftOut(self._start(self._first()).schedule, name, self._switched)  # type: ignore[arg-type]
+    def _left_out_ahead(self, name: str) -> Callable[[int], bool]:
+        """As `Run.left_out_ahead`. Called when the balancers are there."""
+        assert self.run.trained is not None
+        return LeftOut(self._start(self.run.trained().steps).schedule, name, self._switched)  # type: ignore[arg-type]
 
     def _start(self, iteration: int) -> Trials:
         """The trials of a run whose first iteration is `iteration`, made at the first call."""
         if self._trials is None:
-            self._names = [name for balancer in self.run.balancers if (name := balancer.trial_name)]
+            self._names = [name for balancer in self.run.balancers if (name := balancer.name)]
             self._switched = torch.zeros(len(self._names), dtype=torch.int64)
             if any(self._delays.values()):  # others prepare steps, in processes of their own
                 self._switched.share_memory_()

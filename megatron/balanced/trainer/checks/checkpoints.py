@@ -22,8 +22,6 @@ from megatron.balanced.shared.errors import LocalError
 from megatron.balanced.trainer.prediction import has_tail, tied_in_pipeline
 
 __all__ = [
-    "KERNEL_ARGUMENT",
-    "TRIALS_ARGUMENT",
     "arguments_of_checkpoint",
     "check_folders",
     "check_load",
@@ -36,9 +34,6 @@ __all__ = [
 ]
 
 _TRACKER = "latest_checkpointed_iteration.txt"
-# Of Megatron-LM's arguments, which checkpoints hold.
-KERNEL_ARGUMENT = "balance_attention_kernel"
-TRIALS_ARGUMENT = "balance_trials_record"
 _MOST_CHARACTERS = 300  # of a reason
 _FULL_BYTES = 1 << 20  # free, below which a disk counts as full
 # What torch says of a file that is shorter than, or differs from, what its index says.

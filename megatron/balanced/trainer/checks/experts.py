@@ -12,7 +12,7 @@ from typing import Any
 from balancing.experts.config import ExpertConfig
 from balancing.experts.split.placed_split import MOST_RANKS
 from megatron.balanced.experts.graphs import captures_iterations
-from megatron.balanced.shared.incompatible import EXPERTS, OWN_EXPERTS, check_compatible, shown
+from megatron.balanced.shared.incompatible import EXPERTS, LATE, OWN_EXPERTS, check_compatible, shown
 from megatron.balanced.trainer.dry_run import assumes_gpus
 from megatron.balanced.trainer.prediction import note_on_experts
 
@@ -48,6 +48,8 @@ def check_experts(args: argparse.Namespace, experts: ExpertConfig) -> tuple[Expe
     grouped = args.transformer_impl != "local" and args.moe_grouped_gemm
     features = (EXPERTS,) if grouped else (EXPERTS, OWN_EXPERTS)
     check_compatible(args, features, "--balance-experts", captures_experts(args))
+    if experts.late_slots:
+        check_compatible(args, LATE, f"experts.late_slots {experts.late_slots}")
     notes += leave_out_preprocessing(args)
     if captures_iterations(args):
         experts, more = with_captured_iterations(args, experts)

@@ -1,8 +1,8 @@
-"""Layers that move in Megatron-LM's trainer: how it builds layers, keeps layouts, and lets ranks leave."""
+"""Layers that move in Megatron-LM's trainer: how it builds layers, keeps layouts, and lets ranks leave. Their flags are
+checked in `checks.layers`."""
 
 import argparse
 import inspect
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -23,12 +23,11 @@ from megatron.balanced.layers.training_loop import TrainingLoop
 from megatron.balanced.observe.observer import Observer
 from megatron.balanced.run import Run
 from megatron.balanced.shared.callbacks import StepCallback
-from megatron.balanced.shared.job import Job
 from megatron.balanced.trainer.checks.fill import deferred_share
 from megatron.balanced.trainer.config import BalanceConfig
 from megatron.balanced.trainer.release import Departure, TensorBoardOfTheLast
 
-__all__ = ["after_moves", "layer_balancer", "reads_data_everywhere"]
+__all__ = ["layers", "reads_data_everywhere"]
 
 
 def reads_data_everywhere(config: BalanceConfig) -> bool:
@@ -36,15 +35,16 @@ def reads_data_everywhere(config: BalanceConfig) -> bool:
     return config.layers.enabled and config.layers.repacks
 
 
-def layer_balancer(
-    args: argparse.Namespace, config: BalanceConfig, model: ModelConfig, job: Job, observer: Observer
-) -> Callable[[Run], LayerBalancer]:
-    """Makes the layer balancer of the model that is built from `model`, once a run has the optimizer.
+def layers(
+    run: Run, args: argparse.Namespace, config: BalanceConfig, model: ModelConfig, observer: Observer
+) -> list[StepCallback]:
+    """Let the run move layers of the model that is built from `model`, once it has the optimizer. Returns the callbacks
+    that follow moves; their steps begin after those of the balancers.
 
     The ranks are connected before the model is wrapped and others measure the free memory. New layouts are written to
     `model` and to `args`, which checkpoints record.
     """
-    groups = MoveGroups(job.timeout_minutes)
+    groups = MoveGroups(args.distributed_timeout_minutes)
 
     def connect(chunks: list[Any]) -> list[Any]:
         groups.connect()
@@ -77,7 +77,7 @@ def layer_balancer(
             run.scheduler,
             config.layers,
             layer_spec=partial(_layer_spec, model),
-            job=job,
+            job=run.job,
             overrides=_overrides(args, model, run.optimizer.config),
             steps=args.train_iters,
             gloo_groups=args.use_gloo_process_groups,
@@ -87,11 +87,7 @@ def layer_balancer(
         )
 
     model.pre_wrap_hooks.append(connect)
-    return build
-
-
-def after_moves(args: argparse.Namespace) -> list[StepCallback]:
-    """Callbacks that follow moves of layers. Their steps begin after those of the balancers."""
+    run.build_last = build
     return [TensorBoardOfTheLast(args), *[RecapturedGraphs()] * (args.cuda_graph_impl == "transformer_engine")]
 
 
