@@ -128,8 +128,8 @@ LATE = {**LAYOUTS, **{case: flags for case, flags in OTHERS.items() if case != "
     "case, dispatcher, mode, slots",
     sampled(
         itertools.product(LATE, DISPATCHERS, MODES, (0, 1)),
-        ("EP 4", "alltoall", "resident", 1),
-        ("full recompute", "alltoall", "shared", 0),
+        ("EP 2, PP 2", "alltoall", "resident", 0),
+        ("full recompute", "allgather", "shared", 1),
     ),
 )
 def test_late_copies_change_no_number(pool, tmp_path, case, dispatcher, mode, slots):
