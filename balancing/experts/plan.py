@@ -65,7 +65,7 @@ def plan_replicas(
         "quota" then also counts what unused slots would save after such a drift.
     min_gain: fraction of the busiest rank's tokens. Without replicas unless they save that much, now and after the
         drift.
-    keep: the placement in force. It is returned if it divides the load within `CALM` of the mean, now and after the
+    keep: the placement in force. It is returned if it divides the load within `CALM` of the mean, after twice the
         drift, and its replicas, if any, still gain `min_gain`. Otherwise three of four replicas would move, and graphs
         be captured again, for nothing.
 
@@ -135,7 +135,7 @@ def _still_fits(load: np.ndarray, keep: ReplicaPlacement, cluster: Cluster, drif
         keep.ranks_per_node, keep.nics_per_node
     ):  # fmt: skip
         return False
-    loads = drifted_loads(np.rint(load).astype(np.int64), drift)
+    loads = drifted_loads(np.rint(load).astype(np.int64), 2 * drift)
     if _busiest(loads, keep) > CALM * sum(int(each.sum()) for each in loads) / keep.num_ranks + len(loads):
         return False
     alone = ReplicaPlacement(keep.home, np.full_like(keep.slot_expert, -1), ranks_per_node=per_node)

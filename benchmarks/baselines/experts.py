@@ -28,7 +28,7 @@ def plan_replicas(
     These know no schedule: of the options they take `home` and `min_gain`, which is 0 unless it is given, and "shadow"
     also `shape`; the others change nothing.
     """
-    if method in plan.METHODS:
+    if method not in ("shadow", "eplb", *_LEVELLED):
         return plan.plan_replicas(load, cluster, slots=slots, method=method, **options)
     none = plan.plan_replicas(load, cluster, slots=slots, method="none", **options)
     counts = np.asarray(load, dtype=np.float64)
