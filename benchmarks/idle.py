@@ -15,13 +15,10 @@ finds nothing to balance it switches everything off; the benchmark checks that n
 at most 1 % of a step.
 """
 
-import argparse
 import functools
 import itertools
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,21 +26,22 @@ from pathlib import Path
 from typing import Any
 
 from balancing.cluster import Cluster
-from balancing.files import write_text
 from balancing_tools.whatif.forecast import forecast
 from balancing_tools.whatif.job import read_recipe_flags
+from benchmarks.command import parser, show_rows, write_rows
+from benchmarks.pinned import SMALL, prepare_corpus, run_ranks
 from benchmarks.replaced import replace_name
 from benchmarks.settings import settings
 
 RANKS, STAGES, LAYERS, MICRO_BATCHES, TOKENS = 4, 2, 8, 8, 64
 WARM_UP = 4  # steps
 MODEL = (
-    f"--device cpu --num-layers {LAYERS} --hidden-size 32 --num-attention-heads 4 --seq-length {TOKENS} "
-    f"--max-position-embeddings {TOKENS} --position-embedding-type rope --swiglu --disable-bias-linear --num-experts 8 "
-    "--moe-router-topk 2 --moe-ffn-hidden-size 32 --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-2 "
-    "--moe-router-force-load-balancing --micro-batch-size 1 --lr 1e-3 --eval-interval 100000 --eval-iters 0 "
-    "--log-interval 100 --num-workers 1 --attention-dropout 0 --hidden-dropout 0 --dataloader-inter-document-masking "
-    "--tokenizer-type NullTokenizer --vocab-size 127 --split 100,0,0 --distributed-timeout-minutes 5"
+    f"{SMALL} "
+    f"--num-layers {LAYERS} --hidden-size 32 --num-attention-heads 4 --seq-length {TOKENS} --num-experts 8 "
+    f"--max-position-embeddings {TOKENS} --swiglu --disable-bias-linear --moe-router-topk 2 --moe-ffn-hidden-size 32 "
+    "--moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-2 --moe-router-force-load-balancing --lr 1e-3 "
+    "--micro-batch-size 1 --log-interval 100 --num-workers 1 --dataloader-inter-document-masking "
+    "--distributed-timeout-minutes 5"
 ).split()
 LAYOUT = f"--pipeline-model-parallel-size {STAGES} --expert-model-parallel-size 2 --global-batch-size 16"
 # Name -> ranks, flags.
@@ -60,19 +58,6 @@ JOBS = {
     "Qwen3 235B": ("qwen3_235b/h100/bf16_256GPU_TP2PP8EP32", 256, "h100-8x400g"),
     "Qwen3 30B": ("qwen3_30b/h100/bf16_32GPU_TP1PP1EP8", 32, "h100-8x400g"),
 }
-
-
-def _write_documents(prefix: Path, documents: int) -> None:
-    """A corpus of documents as long as a sample."""
-    import numpy as np
-    import torch
-    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-
-    builder, random = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16), np.random.default_rng(0)
-    for _ in range(documents):
-        builder.add_item(torch.from_numpy(random.integers(0, 126, TOKENS)))
-        builder.end_document()
-    builder.finalize(f"{prefix}.idx")
 
 
 class _Count:
@@ -175,18 +160,11 @@ def _train(argv: list[str], figures: Path) -> None:
     (figures / f"{args.rank}.json").write_text(json.dumps({"steps": steps, "left": left, "replicas": max(replicas)}))
 
 
-def _run(name: str, steps: int, folder: Path) -> list[dict[str, Any]]:
+def _run(name: str, steps: int, folder: Path, data: list[str]) -> list[dict[str, Any]]:
     """[rank], what each rank kept of one run."""
     ranks, flags = RUNS[name]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command += ["-m", "benchmarks.idle", "--rank-of", str(folder), *MODEL, "--data-path", str(folder / "documents")]
-    command += [*flags.split(), "--train-iters", str(steps)]
-    log = folder / "log"
-    with log.open("wb") as output:
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        code = subprocess.call(command, stdout=output, stderr=subprocess.STDOUT, env=environment, timeout=3600)
-    if code:
-        raise SystemExit(f"{name}: training failed with exit code {code}:\n{log.read_text()[-3000:]}")
+    own = [*data, *flags.split(), "--train-iters", str(steps)]
+    run_ranks("benchmarks.idle", ranks, ["--rank-of", str(folder), *MODEL, *own])
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
 
 
@@ -194,10 +172,10 @@ def measure(steps: int) -> list[dict[str, Any]]:
     """A row for each run: milliseconds of processor time of balancers in a step, and of a layer and micro-batch."""
     kept: dict[str, list[dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        _write_documents(Path(folder) / "documents", 4000)
+        data = prepare_corpus(Path(folder), [TOKENS] * 4000)  # each document a sample
         for name in RUNS:
             print(f"{name} ...", flush=True)
-            kept[name] = _run(name, steps, Path(folder))
+            kept[name] = _run(name, steps, Path(folder), data)
     for rank in kept["all, one rank"]:
         assert not rank["left"], f"balancers that are off left {rank['left']}"
     medians = {  # [rank], of balancers and of Megatron-LM's reading
@@ -235,21 +213,13 @@ def main() -> None:
     if sys.argv[1:2] == ["--rank-of"]:
         _train(sys.argv[3:], Path(sys.argv[2]))
         return
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer steps, noisier figures")
-    parser.add_argument("--json", metavar="FILE", help="also write the rows to FILE")
-    options = parser.parse_args()
+    options = parser("idle", __doc__, "fewer steps, noisier figures").parse_args()
     rows = measure(12 if options.quick else 24)
-    print(
-        f"{'run':<14} {'own, ms':>8} {'us a layer':>10} {'us a micro-batch':>16} " + " ".join(f"{j:>11}" for j in JOBS)
-    )
     for row in rows:
-        layer, micro_batch = row.get("layer_us", 0.0), row.get("micro_batch_us", 0.0)
-        row["shares"] = of_jobs(layer, micro_batch)
-        shares = " ".join(f"{share:>11.2%}" for share in row["shares"].values())
-        print(f"{row['method']:<14} {row['own_ms']:>8.2f} {layer:>10.1f} {micro_batch:>16.1f} {shares}")
-    if options.json:
-        write_text(options.json, json.dumps(rows, indent=1) + "\n")
+        row |= of_jobs(row.get("layer_us", 0.0), row.get("micro_batch_us", 0.0))
+    show_rows("method; own, ms=own_ms:.2f; us a layer=layer_us:.1f; us a micro-batch=micro_batch_us:.1f; "
+              + "; ".join(f"{job}={job}:.2%" for job in JOBS), rows)  # fmt: skip
+    write_rows(options.json, rows)
 
 
 if __name__ == "__main__":

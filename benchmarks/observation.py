@@ -1,25 +1,22 @@
 """Cost of observation: the share of a step that `--balance-report` takes.
 
-    python -m benchmarks.observation [--quick] [--in-parts] [--json FILE]
+    python -m benchmarks.observation [--quick] [--json FILE]
 
 One training run on four gloo ranks (pipeline parallel 2, expert parallel 2) observes every second step. Each observed
 step is compared with the next one, which is not observed, so that drift of the machine's speed cancels. CPU time is
-that of the ranks' training threads alone, so other processes do not disturb it. Target: at most 1 %. With --in-parts
-the layers of two micro-batches run in parts, alternately (--overlap-moe-expert-parallel-comm), and each part is timed.
+that of the ranks' training threads alone, so other processes do not disturb it. Target: at most 1 %.
 """
 
-import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from balancing.files import write_text
+from benchmarks.command import parser, show_rows, write_rows
+from benchmarks.pinned import run_ranks
 from benchmarks.replaced import replace_name
 
 RANKS = 4
@@ -31,14 +28,13 @@ MODEL = (
     "--lr 1e-3 --eval-interval 100000 --eval-iters 0 --log-interval 10 --num-workers 0 --mock-data "
     "--tokenizer-type NullTokenizer --vocab-size 255 --distributed-timeout-minutes 5"
 ).split()
-IN_PARTS = "--num-virtual-stages-per-pipeline-rank 2 --overlap-moe-expert-parallel-comm".split()
 
 
-def _train(steps: int, report: str, figures: Path, more: list[str]) -> None:
+def _train(steps: int, report: str, figures: Path) -> None:
     """One rank: train with the observer asleep in every second step, and keep the times of all steps."""
     from megatron.balanced.trainer.arguments import parse_arguments
 
-    args, config = parse_arguments([*MODEL, *more, "--train-iters", str(steps), "--balance-report", report])
+    args, config = parse_arguments([*MODEL, "--train-iters", str(steps), "--balance-report", report])
 
     from megatron.training import training
 
@@ -66,18 +62,10 @@ def _train(steps: int, report: str, figures: Path, more: list[str]) -> None:
     (figures / f"{args.rank}.json").write_text(json.dumps(times))
 
 
-def measure(steps: int, in_parts: bool = False) -> list[dict[str, Any]]:
+def measure(steps: int) -> list[dict[str, Any]]:
     """Rows of the table: CPU and wall-clock time of a watched step over an unwatched one, for each rank."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-        command += ["-m", "benchmarks.observation", "--rank-of", folder, "--steps", str(steps)]
-        command += ["--in-parts"] if in_parts else []
-        log = Path(folder) / "log"
-        with log.open("wb") as output:
-            environment = os.environ | {"OMP_NUM_THREADS": "1"}
-            code = subprocess.call(command, stdout=output, stderr=subprocess.STDOUT, env=environment, timeout=3600)
-        if code:
-            raise SystemExit(f"training failed with exit code {code}:\n{log.read_text()[-3000:]}")
+        run_ranks("benchmarks.observation", RANKS, ["--rank-of", folder, str(steps)])
         rows = []
         for rank in range(RANKS):
             times = json.loads((Path(folder) / f"{rank}.json").read_text())[4:]  # warm-up
@@ -93,27 +81,16 @@ def measure(steps: int, in_parts: bool = False) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer steps, noisier figures")
-    parser.add_argument("--in-parts", action="store_true", help="with --overlap-moe-expert-parallel-comm")
-    parser.add_argument("--json", metavar="FILE", help="also write the rows to FILE")
-    parser.add_argument("--rank-of", metavar="FOLDER", help=argparse.SUPPRESS)
-    parser.add_argument("--steps", type=int, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.rank_of:
-        folder = Path(options.rank_of)
-        _train(options.steps, str(folder / "report"), folder, IN_PARTS if options.in_parts else [])
+    if sys.argv[1:2] == ["--rank-of"]:
+        folder = Path(sys.argv[2])
+        _train(int(sys.argv[3]), str(folder / "report"), folder)
         return
+    options = parser("observation", __doc__, "fewer steps, noisier figures").parse_args()
     print("training on four ranks, every second step watched ...", flush=True)
-    rows = measure(24 if options.quick else 104, options.in_parts)
-    print(f"{'rank':>4} {'pairs':>5} {'step, ms':>9} {'CPU, ms':>8} {'wall ratio':>10} {'CPU ratio':>9}")
-    for row in rows:
-        print(
-            f"{row['rank']:>4} {row['pairs']:>5} {row['wall_step_ms']:>9.1f} {row['cpu_step_ms']:>8.1f} "
-            f"{row['wall_ratio']:>10.4f} {row['cpu_ratio']:>9.4f}"
-        )
-    if options.json:
-        write_text(options.json, json.dumps(rows, indent=1) + "\n")
+    rows = measure(24 if options.quick else 104)
+    show_rows("rank; pairs; step, ms=wall_step_ms:.1f; CPU, ms=cpu_step_ms:.1f; wall ratio=wall_ratio:.4f; "
+              "CPU ratio=cpu_ratio:.4f", rows)  # fmt: skip
+    write_rows(options.json, rows)
 
 
 if __name__ == "__main__":

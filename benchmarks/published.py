@@ -149,8 +149,13 @@ def _layers_training(quick: bool) -> dict[str, float]:
 def _experts_drift(quick: bool) -> dict[str, float]:
     with Progress(console=Console(stderr=True), transient=True) as progress:
         rows = [row for row in experts_plans.grid(6, progress) if row.case.endswith("drift 0.2")]
-    left = [100 * row.figure - 100 for row in rows if row.method in _WITH_COSTS]
-    return {"least": min(left), "most": max(left)}
+    found = {}
+    for name, methods in (("", _WITH_COSTS), ("late ", ("quota, 1 late slot",))):
+        left = [100 * row.figure - 100 for row in rows if row.method in methods]
+        found |= {f"{name}least": min(left), f"{name}most": max(left)}
+        copies = np.mean([row.more["late"] for row in rows if row.method in methods])
+        print(f"drift 0.2, {methods[0]}: {min(left):.1f} to {max(left):.1f} % stay, {copies:.1f} late copies a layer")
+    return found
 
 
 def _layers_plans(quick: bool) -> dict[str, float]:

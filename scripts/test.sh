@@ -5,7 +5,7 @@
 #     scripts/test.sh                       what tells most, in ten minutes on two quiet cores
 #     scripts/test.sh --all                 everything; a sample of the large families of combinations
 #     scripts/test.sh --exhaustive          every combination
-#     scripts/test.sh --all --sample 7      a fifth of those combinations as well, drawn by a seed, as CI does
+#     scripts/test.sh --all --sample 7      an eighth of those combinations as well, drawn by a seed, as CI does
 #     scripts/test.sh --all --minutes 45    the second tier in an order that --sample draws, until the time is up
 #     scripts/test.sh tests/layers -k move  arguments go to pytest, which then leaves out no test that --all runs
 #     scripts/test.sh -n 0 --pdb            in one process, to debug

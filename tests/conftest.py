@@ -23,7 +23,7 @@ from tests.support.tiers import is_thorough
 DEFAULT_SECONDS = 3 * PATIENCE
 _BEGIN = time.monotonic()
 MORE = 1.3  # times the minutes of the second tier: those of the first one
-SHARE = 5  # of so many tests that only --exhaustive runs, --sample runs one
+SHARE = 8  # of so many tests that only --exhaustive runs, --sample runs one
 TURNS = 12  # days in which --sample, whose seed is a day, runs all tests that take turns
 # The files of a scope are one worker's, since starting the ranks of `engine` and of `bridge` takes long.
 SCOPES = (

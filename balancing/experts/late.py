@@ -28,10 +28,9 @@ from balancing.experts.cost import ExpertShape, break_even_tokens
 from balancing.experts.placement import ReplicaPlacement
 from balancing.experts.split.split import LATE_ROUNDS, Splitter, check_counts
 
-__all__ = ["LATE_GOAL", "LATE_PERMILLE", "LateCopies", "add_late_copies", "late_tokens"]
+__all__ = ["LATE_GOAL", "LateCopies", "add_late_copies", "late_tokens"]
 
 LATE_GOAL = 1.04  # busiest rank over the mean; no copies while the planned replicas keep within it
-LATE_PERMILLE = round(1000 * LATE_GOAL)
 
 
 def add_late_copies(
@@ -58,7 +57,7 @@ def add_late_copies(
     if slots < 0 or not goal >= 1 or least < 0:
         raise ValueError(f"slots={slots} and least={least} must be at least 0, and goal={goal} at least 1")
     empty = placement.with_late(np.full((placement.num_ranks, slots), -1))
-    with_late = LateCopies(empty, round(1000 * goal), least)(counts.sum(0)).placement
+    with_late = LateCopies(Splitter(empty), round(1000 * goal), least)(counts.sum(0)).placement
     return with_late if with_late.late_copies or placement.late_copies else placement
 
 
@@ -125,32 +124,38 @@ class _Choice:
 class LateCopies:
     """Adds late copies to one placement, for each micro-batch.
 
-    placement: the planned replicas and late slots, which are empty.
+    splitter: over the planned replicas and late slots, which are empty.
     permille: the goal of `add_late_copies`, in thousandths of the mean.
     least: as in `add_late_copies`.
-    sweeps: of the split without late copies, as in `Splitter`.
     """
 
-    def __init__(self, placement: ReplicaPlacement, permille: int, least: int, *, sweeps: int | None = None) -> None:
-        self._splitter, self._sweeps = Splitter(placement, sweeps=sweeps), sweeps
-        self._permille, self._least = permille, least
+    def __init__(self, splitter: Splitter, permille: int, least: int) -> None:
+        self._splitter, self._permille, self._least = splitter, permille, least
 
     def __call__(self, totals: np.ndarray) -> Splitter:
-        """The splitter over the placement with its late copies.
+        """The splitter over the placement with its late copies. totals: int64 [expert], tokens of each expert."""
+        return self._with_quotas(totals)[0]
 
-        totals: int64 [expert], tokens of each expert.
-        """
+    def split(self, load: np.ndarray) -> tuple[ReplicaPlacement, np.ndarray]:
+        """The placement with its late copies, and the tokens of each source rank that each instance serves: int64
+        [source_rank, physical]. load: int [source_rank, expert]."""
+        splitter, quota = self._with_quotas(load.sum(0))
+        return splitter.placement, splitter(load, quota)
+
+    def _with_quotas(self, totals: np.ndarray) -> tuple[Splitter, np.ndarray]:
         splitter, ranks = self._splitter, self._splitter.placement.num_ranks
-        quota = splitter.quotas(totals)
+        before = quota = splitter.quotas(totals)
         first = busiest = _busiest(quota, ranks)
+        if 1000 * ranks * first <= self._permille * int(totals.sum()):
+            return splitter, quota
         for _ in range(LATE_ROUNDS):
             late = _Choice(splitter.placement, quota, self._permille, self._least)()
             if np.array_equal(late, splitter.placement.late):
                 break
-            splitter = Splitter(self._splitter.placement.with_late(late), sweeps=self._sweeps)
+            splitter = self._splitter.with_late(late)
             quota = splitter.quotas(totals)
             busiest = _busiest(quota, ranks)
-        return splitter if busiest + max(self._least, 1) <= first else self._splitter
+        return (splitter, quota) if busiest + max(self._least, 1) <= first else (self._splitter, before)
 
 
 def _busiest(quota: np.ndarray, ranks: int) -> int:

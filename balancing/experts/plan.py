@@ -19,9 +19,10 @@ from balancing.experts.planners.prophet import plan_prophet
 from balancing.experts.planners.quota.planner import plan_quota
 from balancing.experts.split.split import Splitter
 
-__all__ = ["METHODS", "MIN_GAIN", "PLANNERS", "Planner", "plan_replicas", "plan_replicas_layers"]
+__all__ = ["CALM", "METHODS", "MIN_GAIN", "PLANNERS", "Planner", "plan_replicas", "plan_replicas_layers"]
 
 MIN_GAIN = 0.02  # of the busiest rank's tokens, by default
+CALM = 1.01  # busiest rank over the mean: a placement that keeps the predicted load within it stays
 
 
 class Planner(Protocol):
@@ -48,6 +49,7 @@ def plan_replicas(
     method: str = "quota",
     drift: float = 0.0,
     min_gain: float = MIN_GAIN,
+    keep: ReplicaPlacement | None = None,
 ) -> ReplicaPlacement:
     """Plan the replicas of one layer, as training does.
 
@@ -63,11 +65,16 @@ def plan_replicas(
         "quota" then also counts what unused slots would save after such a drift.
     min_gain: fraction of the busiest rank's tokens. Without replicas unless they save that much, now and after the
         drift.
+    keep: the placement in force. It is returned if it divides the load within `CALM` of the mean, after twice the
+        drift, and its replicas, if any, still gain `min_gain`. Otherwise three of four replicas would move, and graphs
+        be captured again, for nothing.
 
     Raises ValueError for a load that is not two-dimensional, is negative or not finite; for a number of experts that is
     no multiple of the ranks; for more ranks than the cluster has; for negative slots; for `shape` or `window` alone;
     for a drift out of range; and for an unknown method.
     """
+    if keep is not None and _still_fits(np.asarray(load), keep, cluster, drift, min_gain):
+        return keep
     return plan_replicas_layers(
         np.asarray(load)[None], cluster, slots=slots, shape=shape, window=window, home=home, method=method, drift=drift,
         min_gain=min_gain,
@@ -119,6 +126,20 @@ def _gain(load: np.ndarray, placement: ReplicaPlacement, alone: ReplicaPlacement
         return 0.0
     loads = drifted_loads(np.rint(load).astype(np.int64), drift)
     return 1 - _busiest(loads, placement) / max(_busiest(loads, alone), 1)
+
+
+def _still_fits(load: np.ndarray, keep: ReplicaPlacement, cluster: Cluster, drift: float, min_gain: float) -> bool:
+    """Whether `keep` of `plan_replicas` may stay: one split of the load, and of what it may become."""
+    per_node = min(keep.num_ranks, cluster.ranks_per_node)
+    if load.shape != (keep.num_ranks, keep.experts) or (per_node, cluster.nics_per_node) != (
+        keep.ranks_per_node, keep.nics_per_node
+    ):  # fmt: skip
+        return False
+    loads = drifted_loads(np.rint(load).astype(np.int64), 2 * drift)
+    if _busiest(loads, keep) > CALM * sum(int(each.sum()) for each in loads) / keep.num_ranks + len(loads):
+        return False
+    alone = ReplicaPlacement(keep.home, np.full_like(keep.slot_expert, -1), ranks_per_node=per_node)
+    return not keep.replicas or _gain(load, keep, alone, drift) >= min_gain
 
 
 def _checked(

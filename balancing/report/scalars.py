@@ -16,6 +16,7 @@ _OF_REPLICAS = {
     "imbalance-before": "imbalance_before",
     "imbalance-after": "imbalance_after",
     "replicas": "replicas",
+    "late-copies": "late_copies",
     "moved-bytes": "moved_bytes",
     "plan-ms": "plan_ms",
     "exposed-ms": "apply_ms",
@@ -42,7 +43,7 @@ def scalars(observed: IterationRecord | Iterable[dict[str, Any]]) -> dict[str, f
     With balanced experts, for each MoE layer balance-experts/NAME/layer-N, N from 0:
 
     imbalance-before, imbalance-after  tokens of expert-parallel ranks, without and with replicas
-    replicas                           number over all ranks
+    replicas, late-copies              number over all ranks; of late copies, also over micro-batches
     moved-bytes                        of weights and gradients, sent by all ranks
     plan-ms, exposed-ms                milliseconds of planning, and of waiting for transfers
     """
@@ -55,7 +56,7 @@ def scalars(observed: IterationRecord | Iterable[dict[str, Any]]) -> dict[str, f
         if line["action"] != "observe":
             if (line["balancer"], line["unit"]) == ("experts", "layer"):
                 for name, key in _OF_REPLICAS.items():
-                    values[f"balance-experts/{name}/layer-{line['layer']}"] = line[key]
+                    values[f"balance-experts/{name}/layer-{line['layer']}"] = line.get(key, 0)
             continue
         match line["balancer"], line["unit"]:
             case "layers", "stage":

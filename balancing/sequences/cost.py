@@ -64,7 +64,7 @@ __all__ = [
 _ATTENTION_BACKWARD, _LINEAR_BACKWARD = 2.5, 2.0  # over forward
 # Gathering only. _NEVER_HIDDEN: share of transfers that is exposed even with enough compute (the first keys, the last
 # gradients). _HIDES: share of compute that hides transfers, since turns wait for each other. With both, the modelled
-# step is within 4 % of the simulated programs (`python -m benchmarks.sequences.simulated`).
+# step is within 4 % of the simulated programs (`benchmarks.sequences.simulated` at commit 9e10f0b).
 _NEVER_HIDDEN, _HIDES = 0.15, 0.85
 # Least share of attention's time that routing must save. Hops have a cost: below this share, routing saved nothing on
 # the emulated cluster (benchmarks/log/sequences-emulated.md).

@@ -1,12 +1,10 @@
 """Costs that planners plan with, against measurements.
 
-    python -m benchmarks.costs             measured points against the table, forecasts beside published figures
+    python -m benchmarks.costs             measured points against the table
     python -m benchmarks.costs --plans     plans under the sheet's one rate and under measured rates; a minute
 
-1. Points of one H100, fitted on half of them and shown on the other half, and what they say of the host of today's
-   engine (`benchmarks.costs.measured`).
-2. Attention alone in MagiAttention's setting: seven peers, and our planners (`benchmarks.costs.attention_alone`).
-3. Gains of experts by UltraEP and LAER (`benchmarks.whatif.gains`).
+Points of one H100, fitted on half of them and shown on the other half, and what they say of the host of today's engine
+(`benchmarks.costs.measured`).
 
 Nothing runs on a GPU here. Exit code 1 if a point of the table of presets is off by more than 10 % of its measurement,
 but for those that `KNOWN` explains.
@@ -17,10 +15,8 @@ import sys
 from collections.abc import Sequence
 
 from balancing.cluster.rates import ACCURACY
-from benchmarks.costs.attention_alone import GPUS, METHODS, OURS, PUBLISHED, modelled
 from benchmarks.costs.measured import Point, host_points, host_today, points
 from benchmarks.costs.plans import planned
-from benchmarks.whatif.gains import compare_gains
 
 __all__ = ["KNOWN", "main"]
 
@@ -29,7 +25,6 @@ KNOWN = {
     "cudnn, forward, packed, 72k": "slower than any of its documents alone; the backward pass is faster than any",
     "host, gather, 132 operations": "65 pieces a call, and Python handles each; the others have 4 to 39",
 }
-_OFF = 0.25  # from which on the log page says why
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,10 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if parser.parse_args(arguments).plans:
         _plans()
         return 0
-    good = _points()
-    _peers()
-    _gains()
-    return 0 if good else 1
+    return 0 if _points() else 1
 
 
 def _points() -> bool:
@@ -71,30 +63,6 @@ def _far(point: Point) -> bool:
 
 def _error(found: float, measured: float) -> float:
     return found / measured - 1
-
-
-def _peers() -> None:
-    heads = "".join(f"{gpus:>14}" for gpus in GPUS)
-    print(f"attention alone, TFLOP/s a GPU: modelled, published, error{'':>4}{heads} GPUs")
-    for method in (*METHODS, *OURS):
-        found = [modelled(method, gpus) for gpus in GPUS]
-        for at, way in enumerate(("forward", "backward")):
-            cells = []
-            for gpus, each in zip(GPUS, found, strict=True):
-                if method in OURS:
-                    cells.append(f"{each[at]:14.0f}")
-                else:
-                    published = PUBLISHED[method][at][GPUS.index(gpus)]
-                    cells.append(f"{each[at]:5.0f}{published:4d}{_error(each[at], published):+5.0%}")
-            print(f"{method:30}{way:>32}{''.join(cells)}", flush=True)
-    print()
-
-
-def _gains() -> None:
-    print(f"{'gains of experts':36}{'modelled':>9}  {'published':26}{'even routing':>13}{'published':>10}")
-    for row in compare_gains():
-        even = "" if row.published_even is None else f"{row.none / row.even:13.2f}{row.published_even:10.2f}"
-        print(f"{row.name:36}{row.none / row.balanced:9.2f}  {row.published:26}{even}")
 
 
 def _plans() -> None:

@@ -1,6 +1,6 @@
 """Calibration of the emulated cluster: measured times against computed ones.
 
-    python -m benchmarks.emulated.calibration [--quick] [--json FILE] [--figure FILE.png]
+    python -m benchmarks.emulated.calibration [--quick] [--json FILE]
 
 - Megatron's own 1F1B schedule over gloo with paced stages, all equal: (m + P - 1) t. Within 5 %.
 - The same with one stage twice as slow, and the interleaved schedule with unequal chunks: the exact simulation of
@@ -16,20 +16,19 @@ Takes 4 minutes on two idle cores, with --quick less than one. Exit code 1 if a 
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 
-from balancing.files import write_text
 from balancing.pipeline import Schedule, simulate_schedule
-from benchmarks.emulated import EmulatedCluster, RankFailed, RunTimeout
+from benchmarks.command import exit_code, load_before, parser, show_table, write_rows
+from benchmarks.emulated import EmulatedCluster
 from benchmarks.emulated.device import Device
+from benchmarks.emulated.paced import run_pipelines
 from benchmarks.emulated.rate import format_rate, parse_rate
-from benchmarks.figure_file import save_figure
 
 __all__ = ["Row", "main", "pipelines", "transfers"]
 
@@ -110,10 +109,7 @@ def _interleaved(ranks: int, micro_batches: int) -> list[_Pipeline]:
 
 def pipelines(cases: Sequence[_Pipeline], cluster: EmulatedCluster, repeats: int) -> list[Row]:
     """Time Megatron's schedules with paced stages, one rank a stage. Raises RankFailed and RunTimeout."""
-    job = json.dumps([case.job() | {"repeats": repeats} for case in cases])
-    arguments = ["ignore", "-m", "benchmarks.emulated.paced", job]
-    run = cluster.run("-W", arguments, timeout=_TIMEOUT)
-    measured = json.loads(run.output[0][-1])
+    measured = run_pipelines(cluster, [case.job() | {"repeats": repeats} for case in cases])
     return [
         Row(case.name, case.method, min(seconds), case.expected(), 0.95, 1.05)
         for case, seconds in zip(cases, measured, strict=True)
@@ -177,7 +173,7 @@ def transfers(repeats: int) -> tuple[list[Row], str | None]:
         patterns = [pattern for pattern, _ in _PATTERNS.values()]
         run = cluster.run(
             "-m",
-            ["benchmarks.emulated.transfers", "--bytes", str(size), "--repeats", str(repeats), *patterns],
+            ["benchmarks.emulated.transfers", str(size), str(repeats), *patterns],
             timeout=_TIMEOUT,
         )
     seconds = json.loads(run.output[0][-1])
@@ -190,67 +186,29 @@ def transfers(repeats: int) -> tuple[list[Row], str | None]:
 
 
 def _print(rows: Sequence[Row]) -> None:
-    width = max(len(row.name) for row in rows)
-    print(f"{'':{width}}  {'expected by':12}  measured  expected  ratio  bounds")
-    for row in rows:
-        bounds = f"{row.low:.2f}-{row.high:.2f}" + ("" if row.within else "  OUT OF BOUNDS")
-        times = f"{row.measured:6.3f} s  {row.expected:6.3f} s  {row.ratio:5.3f}"
-        print(f"{row.name:{width}}  {row.method:12}  {times}  {bounds}")
-
-
-def _draw(rows: Sequence[Row], path: str) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    shown = [row for row in rows if row.low > 0]
-    free = [row for row in rows if row.low == 0]
-    figure, axes = plt.subplots(figsize=(9, 1.4 + 0.34 * len(shown)), layout="constrained")
-    for place, row in enumerate(shown):
-        axes.barh(place, row.high - row.low, left=row.low, height=0.6, color="#dbe7f3", zorder=1)
-        axes.plot(row.ratio, place, "o", color="#1f5a99" if row.within else "#c0392b", zorder=3)
-        axes.annotate(f"{row.ratio:.3f}", (row.ratio, place), (7, 0), textcoords="offset points", va="center", size=8)
-    axes.axvline(1, color="0.35", linewidth=1, zorder=2)
-    axes.set_yticks(range(len(shown)), [row.name for row in shown])
-    axes.invert_yaxis()
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.tick_params(axis="y", length=0)
-    axes.set_xlabel("measured time / expected time (the band is what is allowed)")
-    axes.set_title("The emulated cluster against arithmetic", loc="left")
-    if free:
-        text = ", ".join(f"{row.ratio:.3f} ({row.name.rpartition(', ')[2]})" for row in free)
-        figure.supxlabel(f"Within a node, against the time over a NIC: {text}", size=8, color="0.35", x=0.01, ha="left")
-    save_figure(figure, path)
-    plt.close(figure)
+    lines = [
+        (row.name, row.method, f"{row.measured:.3f}", f"{row.expected:.3f}", f"{row.ratio:.3f}",
+         f"{row.low:.2f}-{row.high:.2f}" + ("" if row.within else "  OUT OF BOUNDS")) for row in rows
+    ]  # fmt: skip
+    show_table("", ("case", "method", "measured, s", "expected, s", "ratio", "bounds"), lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.emulated.calibration",
-        description="Compare measured times on the emulated cluster with computed ones.",
-    )
-    parser.add_argument("--quick", action="store_true", help="8 ranks, fewer cases, fewer repeats; under a minute")
-    parser.add_argument("--json", metavar="FILE", help="write the rows to FILE")
-    parser.add_argument("--figure", metavar="FILE", help="draw the ratios into FILE, in the format of its suffix")
-    options = parser.parse_args(arguments)
-    load = os.getloadavg()[0]
-    print(f"{os.cpu_count()} cores, load {load:.1f} before the start; emulated cluster on the CPU", flush=True)
-    try:
-        rows, reason = transfers(repeats=2 if options.quick else 3)
-        if reason is not None:
-            print(f"no transfers: the network cannot be limited ({reason})", flush=True)
-        rows = _all_pipelines(options.quick) + hosts() + rows
-    except (RankFailed, RunTimeout) as error:
-        print(f"calibration: {error}", *getattr(error, "tail", ()), sep="\n", file=sys.stderr)
-        return 1
+    options_of = parser("emulated.calibration", __doc__, "8 ranks, fewer cases, fewer repeats; under a minute")
+    options = options_of.parse_args(arguments)
+    return exit_code("calibration", lambda: _run(options))
+
+
+def _run(options: argparse.Namespace) -> int:
+    load = load_before()
+    print(f"{load}; emulated cluster on the CPU", flush=True)
+    rows, reason = transfers(repeats=2 if options.quick else 3)
+    if reason is not None:
+        print(f"no transfers: the network cannot be limited ({reason})", flush=True)
+    rows = _all_pipelines(options.quick) + hosts() + rows
     _print(rows)
-    if options.json:
-        table = [asdict(row) | {"ratio": row.ratio, "within": row.within} for row in rows]
-        write_text(options.json, json.dumps({"load": load, "rows": table}, indent=1) + "\n")
-    if options.figure:
-        _draw(rows, options.figure)
+    write_rows(options.json, rows, "ratio", "within", load=load)
     return 0 if all(row.within for row in rows) else 1
 
 

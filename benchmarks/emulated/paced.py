@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,9 +25,10 @@ import torch
 import torch.distributed as dist
 
 from balancing.clock import pace
+from benchmarks.emulated.cluster import EmulatedCluster
 from benchmarks.replaced import replace_name
 
-__all__ = ["PacedStage", "run_schedule", "schedule_arguments"]
+__all__ = ["PacedStage", "run_pipelines", "run_schedule", "schedule_arguments"]
 
 _TIMEOUT = timedelta(seconds=300)
 _HIDDEN = 16  # float32 values a position of the activations
@@ -79,7 +80,6 @@ class PacedStage(torch.nn.Module):
         self._next = 0
         self.filled: Any = None  # the schedule, if it fills waits with weight gradients
         self.defer: Callable[[], None] = lambda: None  # leave the weight gradients of a backward for later
-        self.calls: np.ndarray | None = None  # seconds of calls in parts, [forward chunk, backward chunk], -1 for none
         self._input: torch.Tensor | None = None
         self.source = torch.nn.Parameter(torch.zeros(_shape(message_bytes)))  # the first virtual stage's embedding
 
@@ -94,58 +94,11 @@ class PacedStage(torch.nn.Module):
         given = self.source if self._input is None else self._input
         return _Paced.apply(given, self, micro_batch)
 
-    def build_schedule_plan(self) -> Any:
-        """What Megatron-LM's schedule runs in place of `forward` with `--overlap-moe-expert-parallel-comm`."""
-        return _paced_plan()(self, self._input)
-
     def occupy(self, kind: str, micro_batch: int) -> None:
         """Spend the seconds of one pass."""
         begin = time.perf_counter()
         pace(self.seconds[kind][micro_batch])
         self.log.append((kind, self.chunk, micro_batch, begin, time.perf_counter()))
-
-
-@cache
-def _paced_plan() -> type:
-    from megatron.core.pipeline_parallel.utils import AbstractSchedulePlan
-
-    class PacedPlan(AbstractSchedulePlan):
-        """A micro-batch in a chunk that runs in turn with another one in a chunk of the same rank."""
-
-        def __init__(self, stage: PacedStage, given: torch.Tensor | None) -> None:
-            self.stage, self.given, self.event = stage, given, torch.cuda.Event()
-
-        @staticmethod
-        def run(
-            f_schedule_plan: Any,
-            b_schedule_plan: Any,
-            b_grad: torch.Tensor | None = None,
-            pre_forward: Callable | None = None,
-            pre_backward: Callable | None = None,
-            post_forward: Callable | None = None,
-            post_backward: Callable | None = None,
-        ) -> torch.Tensor | None:
-            output = None
-            if f_schedule_plan is not None and pre_forward is not None:
-                pre_forward(f_schedule_plan.stage.chunk)
-            if b_schedule_plan is not None and pre_backward is not None:
-                pre_backward(b_schedule_plan.stage.chunk)
-            chunks = [-1 if plan is None else plan.stage.chunk for plan in (f_schedule_plan, b_schedule_plan)]
-            pace(float((f_schedule_plan or b_schedule_plan).stage.calls[*chunks]))
-            if f_schedule_plan is not None:
-                given = f_schedule_plan.stage.source if f_schedule_plan.given is None else f_schedule_plan.given
-                output = given.detach().clone().requires_grad_()
-                if post_forward is not None:
-                    post_forward(output, f_schedule_plan.stage.chunk)
-            if b_schedule_plan is not None:
-                assert b_grad is not None
-                if b_schedule_plan.given is not None:
-                    b_schedule_plan.given.grad = b_grad.clone()
-                if post_backward is not None:
-                    post_backward(b_grad, b_schedule_plan.stage.chunk)
-            return output
-
-    return PacedPlan
 
 
 def _shape(message_bytes: int) -> tuple[int, int, int]:
@@ -186,8 +139,8 @@ def _loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
     return output.sum(), {}
 
 
-def _forward_step(iterator: object, model: PacedStage, return_schedule_plan: bool = False) -> tuple[Any, Any]:
-    return (model.build_schedule_plan() if return_schedule_plan else model()), _loss
+def _forward_step(iterator: object, model: PacedStage) -> tuple[Any, Any]:
+    return model(), _loss
 
 
 def schedule_arguments(
@@ -233,17 +186,14 @@ def run_schedule(
     weight_gradient: np.ndarray | None = None,
     pieces: np.ndarray | None = None,
     activation: np.ndarray | None = None,
-    calls: np.ndarray | None = None,
 ) -> list[float]:
     """Run Megatron's schedule over all ranks of the world, each a paced pipeline stage; the seconds of each step.
 
     forward, backward: as in `schedule_arguments`. weight_gradient: [rank, chunk], seconds of weight gradients, which
-    then are no part of `backward` and fill waits; pieces, activation: as in `simulate_fill`. calls: [rank, forward
-    chunk, backward chunk], the last chunk for no pass, seconds of calls where a forward and a backward pass run in
-    turn; other seconds do not count then. overlap: as in `balancing.layers.simulate_schedule`. A step lasts from the
-    first rank's start to the last one's end. A step of no length goes before, which connects the ranks.
+    then are no part of `backward` and fill waits; pieces, activation: as in `simulate_fill`. overlap: as in
+    `balancing.layers.simulate_schedule`. A step lasts from the first rank's start to the last one's end. A step of no
+    length goes before, which connects the ranks.
     """
-    from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -258,9 +208,6 @@ def run_schedule(
         alone = dist.new_group([each], timeout=_TIMEOUT)
         if each == rank:
             groups.tp = groups.cp = alone
-    # Where the schedule of calls in parts looks for them.
-    parallel_state._CONTEXT_PARALLEL_GROUP, parallel_state._PIPELINE_MODEL_PARALLEL_GROUP = groups.cp, groups.pp
-    parallel_state._PIPELINE_GLOBAL_RANKS = list(range(ranks))
     seconds = []
     fills = weight_gradient is not None
     for repeat in range(repeats + 1):
@@ -269,10 +216,6 @@ def run_schedule(
         arguments = schedule_arguments(
             *seconds_now, rank, micro_batches, overlap, message_bytes=message_bytes, fills=fills
         )
-        if calls is not None:
-            arguments["model"][0].config.overlap_moe_expert_parallel_comm = True
-            for stage in arguments["model"]:
-                stage.calls = calls[rank] * scale
         communicator = P2PCommunicator(groups.pp, arguments["model"][0].config)
         finish = _fill(arguments["model"], *seconds_now, weight_gradient * scale, pieces, activation) if fills else None
         dist.barrier()
@@ -322,6 +265,12 @@ def _fill(
     return finish
 
 
+def run_pipelines(cluster: EmulatedCluster, pipelines: Sequence[dict[str, Any]]) -> list[list[float]]:
+    """Seconds of each step of each pipeline on as many emulated ranks. pipelines: arguments of `run_schedule`."""
+    arguments = ["ignore", "-m", "benchmarks.emulated.paced", json.dumps(pipelines)]
+    return json.loads(cluster.run("-W", arguments, timeout=_TIMEOUT.total_seconds()).output[0][-1])
+
+
 def main() -> None:
     from megatron.balanced.cpu.device import use_cpu
 
@@ -336,7 +285,7 @@ def main() -> None:
     dist.init_process_group("gloo", timeout=_TIMEOUT)
     measured = []
     for pipeline in json.loads(sys.argv[1]):
-        arrays = "forward", "backward", "weight_gradient", "pieces", "activation", "calls"
+        arrays = "forward", "backward", "weight_gradient", "pieces", "activation"
         pipeline |= {name: np.asarray(pipeline[name], dtype=float) for name in arrays if name in pipeline}
         measured.append(run_schedule(**pipeline))
     if dist.get_rank() == 0:

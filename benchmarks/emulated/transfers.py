@@ -2,14 +2,14 @@
 
 Run on the ranks by `benchmarks.emulated.calibration`:
 
-    python -m benchmarks.emulated ... -- -m benchmarks.emulated.transfers --bytes 10000000 --repeats 3 0-4 0-4,1-5
+    python -m benchmarks.emulated ... -- -m benchmarks.emulated.transfers 10000000 3 0-4 0-4,1-5
 
-A pattern is a list of messages source-target that start together; its time runs from the first start to the last
-arrival.
+The arguments are bytes, repeats and patterns. A pattern is a list of messages source-target that start together; its
+time runs from the first start to the last arrival.
 """
 
-import argparse
 import json
+import sys
 import time
 from datetime import timedelta
 
@@ -47,24 +47,14 @@ def measure(flows: list[tuple[int, int]], size: int) -> float:
     return float(times.sum())
 
 
-def _flow(text: str) -> tuple[int, int]:
-    source, target = text.split("-")
-    return int(source), int(target)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--bytes", type=int, required=True)
-    parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("patterns", nargs="+")
-    options = parser.parse_args()
+    size, repeats, *texts = sys.argv[1:]
     dist.init_process_group("gloo", timeout=_TIMEOUT)
-    patterns = {text: [_flow(each) for each in text.split(",")] for text in options.patterns}
-    for flows in patterns.values():
+    seconds = {}
+    for text in texts:
+        flows = [(int(source), int(target)) for source, target in (each.split("-") for each in text.split(","))]
         measure(flows, 1000)  # connects
-    seconds = {
-        text: min(measure(flows, options.bytes) for _ in range(options.repeats)) for text, flows in patterns.items()
-    }
+        seconds[text] = min(measure(flows, int(size)) for _ in range(int(repeats)))
     if dist.get_rank() == 0:
         print(json.dumps(seconds), flush=True)
     dist.barrier()

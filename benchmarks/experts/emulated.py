@@ -1,7 +1,8 @@
 """Step time with hot experts on an emulated cluster, by planner, against forced balance.
 
-    python -m benchmarks.experts.emulated [--quick] [--trace FILE] [--ranks 8|16] [--json FILE] [--figure FILE.png]
+    python -m benchmarks.experts.emulated [--quick] [--trace FILE] [--ranks 8|16] [--json FILE]
     python -m benchmarks.experts.emulated --ranks 16 --micro-batches 8     # beyond even routing
+    python -m benchmarks.experts.emulated --ranks 8 --drift 0.25           # late copies
 
 Each step has four layers of attention and experts and four micro-batches (--micro-batches: that many, with few
 methods), on 8 and on 16 processes of an emulated cluster of two nodes. Tokens, weights of replicas and their gradients
@@ -20,13 +21,11 @@ Not to scale: bandwidth within a node is not limited, transfers there cost CPU t
 work; a NIC passes the first 2 ms of a burst at once. Since ranks share cores, the host's work would weigh too much;
 compute is slowed down until the work of a rank weighs about as much as with a core of its own (`EXPERT_SECONDS`).
 
-Takes about 20 minutes on two idle cores, half of it for 8 ranks, where variants of quota are compared; with --quick one
-minute.
+Takes about 20 minutes on two idle cores, with --quick one minute.
 """
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 import time
@@ -39,14 +38,13 @@ import numpy as np
 
 from balancing.experts import TransferWindow
 from balancing.experts.config import ExpertConfig
-from balancing.files import write_text
 from balancing_tools.load_trace import read_load_trace
 from benchmarks.baselines.experts import plan_replicas
-from benchmarks.emulated import EmulatedCluster, RankFailed, RunTimeout
+from benchmarks.command import exit_code, load_before, parser, write_rows
+from benchmarks.emulated import EmulatedCluster
 from benchmarks.emulated.rate import format_rate
 from benchmarks.experts.emulated_rank import Variant
 from benchmarks.experts.emulated_workload import HIDDEN, SHAPE, TOP_K, Loads, Scale, made_up_loads, recorded_loads
-from benchmarks.figure_file import save_figure
 
 __all__ = ["CEILING", "EXPERT_SECONDS", "VARIANTS", "Row", "measure", "measure_all"]
 
@@ -57,63 +55,31 @@ _PIECES = 16  # of an expert's weights; a real one has 21
 CEILING = "forced balance"
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """How placements are made.
-
-    knows: "balance" alone, or costs too, with transfers "exposed" (Eq. 6) or "hidden" (Eq. 8). micro_batches: how many
-    one transfer serves, None for all of an iteration. even: from even loads.
-    """
-
-    method: Any
-    slots: int = ExpertConfig().replica_slots
-    knows: str = "hidden"
-    micro_batches: int | None = None
-    even: bool = False
-
-
-_PLANS = {
-    "shadow": _Plan("shadow", knows="exposed"),
-    "shadow 8": _Plan("shadow", slots=8, knows="exposed"),
-    "prophet": _Plan("prophet"),
-    "prophet 8": _Plan("prophet", slots=8),
-    "eplb": _Plan("eplb", knows="balance"),
-    "eplb 8": _Plan("eplb", slots=8, knows="balance"),
-    "quota": _Plan("quota"),
-    "quota shared": _Plan("quota", micro_batches=1),
-    "quota balance": _Plan("quota", knows="balance"),
-    "quota uncoupled": _Plan("quota", knows="exposed"),
-    "quota even": _Plan("quota", even=True),
-}
 VARIANTS = {
     variant.name: variant
     for variant in (
         Variant(CEILING, even=True),
-        Variant("quota on even load", "quota even", even=True),  # next to what it is compared with
+        Variant("quota on even load", "quota", even=True),  # next to what it is compared with
         Variant("none"),
-        Variant("shadow", "shadow"),
-        Variant("shadow, 8 slots", "shadow 8", slots=8),
+        Variant("shadow", "shadow", knows="exposed"),
+        Variant("shadow, 8 slots", "shadow", slots=8, knows="exposed"),
         Variant("prophet", "prophet"),
-        Variant("prophet, 8 slots", "prophet 8", slots=8),
-        Variant("eplb", "eplb"),
-        Variant("eplb, 8 slots", "eplb 8", slots=8),
+        Variant("prophet, 8 slots", "prophet", slots=8),
+        Variant("eplb", "eplb", knows="balance"),
+        Variant("eplb, 8 slots", "eplb", slots=8, knows="balance"),
         Variant("quota", "quota"),
-        Variant("quota, shared slots", "quota shared", shared=True),
-        Variant("quota, costs unknown", "quota balance"),
+        Variant("quota, late copies", "quota", late=1),
         Variant("quota, whole transfers", "quota", posting="whole"),
         Variant("quota, transfers in parts", "quota", posting="parts"),
-        Variant("quota: planner only", "quota uncoupled", overlap=False),
-        Variant("quota: + scheduler", "quota uncoupled"),
     )
 }
 _QUICK = (CEILING, "none", "shadow", "prophet", "eplb", "quota")
 _MOST_RANKS = (CEILING, "quota on even load", *_QUICK[1:])  # variants of quota run on 8 ranks only
+_DRIFTING = (CEILING, "none", "quota", "quota, late copies")
 _BEYOND = (CEILING, "none", "quota", "quota, whole transfers")
 _NOTES = {
-    "quota: planner only": "transfers exposed",
-    "quota: + scheduler": "transfers overlapped; quota itself is this + coupling",
     "quota on even load": "overhead where nothing is to gain",
-    "quota, costs unknown": "without --cluster",
+    "quota, late copies": "one late slot a rank",
     "quota, whole transfers": "also beside exchanges of tokens",
     "quota, transfers in parts": "also the gradients of the first layer",
 }
@@ -145,7 +111,7 @@ class Row:
     steps: int
 
 
-def _placements(plan: _Plan, loads: Loads, scale: Scale) -> tuple[np.ndarray, np.ndarray, str]:
+def _placements(plan: Variant, loads: Loads, scale: Scale) -> tuple[np.ndarray, np.ndarray, str]:
     """Slots int [step, layer, rank, slot], seconds of planning [step], and how tokens are split."""
     before = loads.even.before if plan.even else loads.before
     costs: dict[str, Any] = {}
@@ -157,9 +123,9 @@ def _placements(plan: _Plan, loads: Loads, scale: Scale) -> tuple[np.ndarray, np
         placed = []
         for load in np.rint(step.mean(2) * scale.tokens).astype(np.int64).swapaxes(0, 1):
             if plan.knows != "balance":
-                window = TransferWindow(hidden, not placed, plan.micro_batches or before.shape[3])
+                window = TransferWindow(hidden, not placed, before.shape[3])
                 costs = {"shape": SHAPE, "window": window}
-            each = plan_replicas(load, scale.cluster, slots=plan.slots, method=plan.method, **gate, **costs)
+            each = plan_replicas(load, scale.cluster, slots=plan.slots, method=plan.planner, **gate, **costs)
             split = each.split if each.replicas else split
             placed.append(each.slot_expert)
         seconds.append(time.thread_time() - begin)
@@ -203,8 +169,9 @@ def _write(folder: Path, loads: Loads, scale: Scale, variants: Sequence[Variant]
     """Write what ranks read of one model; returns the seconds of planning, [step] by name."""
     arrays = {"recorded": loads.now, "even": loads.even.now}
     split, planning = {}, {}
-    for name in sorted({variant.planned for variant in variants if variant.planned}):
-        arrays[f"slots of {name}"], planning[name], split[name] = _placements(_PLANS[name], loads, scale)
+    for each in variants:
+        if each.planner is not None:
+            arrays[f"slots of {each.name}"], planning[each.name], split[each.name] = _placements(each, loads, scale)
     job = {
         "layers": loads.now.shape[2],
         "experts": scale.experts,
@@ -246,7 +213,7 @@ def _row(variant: Variant, lines: list[dict[str, Any]], scale: Scale, planning: 
         of_ceiling=float(np.median(values("seconds", CEILING) / own)),
         exposed=float(np.median(values("exposed"))),
         imbalance=float(np.mean(values("imbalance"))),
-        planning=float(np.median(planning[variant.planned])) if variant.planned else 0.0,
+        planning=float(np.median(planning[variant.name])) if variant.planner else 0.0,
         sent_bytes=float(np.median(values("sent_bytes"))),
         steps=len(own),
     )
@@ -265,8 +232,12 @@ def _print(rows: Sequence[Row], scale: Scale, reason: str | None) -> None:
         print(f"{row.method:20}  {figures}  {row.steps:5}  {_NOTES.get(row.method, '')}".rstrip(), flush=True)
 
 
-def _print_targets(rows: Sequence[Row], micro_batches: int | None) -> None:
+def _print_targets(rows: Sequence[Row], micro_batches: int | None, drift: float | None) -> None:
     found = {row.method: row for row in rows}
+    if drift:
+        over = 1 / found["quota, late copies"].of_ceiling
+        print(f"  {'met   ' if over <= 1.03 else 'MISSED'}  with late copies at most 1.03 of even routing: {over:.3f}")
+        return
     if micro_batches:
         least, share = 1.03 if micro_batches >= 8 else 0.99, found["quota"].of_ceiling
         met = "met   " if share >= least else "MISSED"
@@ -289,97 +260,46 @@ def _print_targets(rows: Sequence[Row], micro_batches: int | None) -> None:
         print(f"  {'met   ' if met else 'MISSED'}  {text}: {value}")
 
 
-def _draw(rows: Sequence[Row], about: str, path: str) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    numbers = sorted({row.ranks for row in rows})
-    shown = [row for row in rows if row.method not in (CEILING, "quota on even load")]
-    height = 1.3 + 0.3 * len(shown) / len(numbers)
-    figure, panels = plt.subplots(1, len(numbers), figsize=(5.2 * len(numbers), height), squeeze=False, sharey=True)
-    for ranks, axes in zip(numbers, panels[0], strict=True):
-        own = [row for row in shown if row.ranks == ranks]
-        ceiling = next(row.seconds for row in rows if row.ranks == ranks and row.method == CEILING)
-        for place, row in enumerate(own):
-            color = "#1f5a99" if row.method == "quota" else "#9db8d6" if row.method.startswith("quota") else "#b9bcc2"
-            axes.barh(place, row.seconds, height=0.66, color=color, zorder=2)
-            label = f"{row.seconds:.2f} s, {row.of_ceiling:.0%} of the limit"
-            axes.annotate(label, (row.seconds, place), (4, 0), textcoords="offset points", va="center", size=8)
-        axes.axvline(ceiling, color="#c0392b", linewidth=1.2, zorder=3)
-        axes.annotate("forced balance", (ceiling, -0.62), (3, 0), textcoords="offset points", color="#c0392b", size=8)
-        axes.set_yticks(range(len(own)), [row.method for row in own])
-        axes.set_ylim(len(own) - 0.5, -1)
-        axes.set_xlim(0, 1.45 * max(row.seconds for row in own))
-        axes.set_title(f"{ranks} ranks on two nodes", loc="left", size=10)
-        axes.set_xlabel("seconds of a step (emulated)")
-        axes.spines[["top", "right", "left"]].set_visible(False)
-        axes.tick_params(axis="y", length=0)
-    figure.suptitle(f"Step time with hot experts, {about}", x=0.01, ha="left", size=11)
-    figure.tight_layout()
-    save_figure(figure, path)
-    plt.close(figure)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.experts.emulated",
-        description="Step time with hot experts on an emulated cluster, method by method, against forced balance.",
-    )
-    parser.add_argument("--quick", action="store_true", help="8 ranks, fewer methods, layers and steps; under a minute")
-    parser.add_argument("--trace", metavar="FILE", help="recorded loads, an .npz file; synthetic loads by default")
-    parser.add_argument("--ranks", type=int, choices=(8, 16), help="only this number of ranks; both by default")
-    parser.add_argument(
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code: 1 where ranks failed, 2 for bad input."""
+    options_of = parser("experts.emulated", __doc__, "8 ranks, fewer methods, layers and steps; under a minute")
+    options_of.add_argument("--trace", metavar="FILE", help="recorded loads, an .npz file; synthetic by default")
+    options_of.add_argument("--ranks", type=int, choices=(8, 16), help="only this number of ranks; both by default")
+    options_of.add_argument(
         "--micro-batches", type=int, choices=(1, 2, 4, 8, 16), metavar="N",
         help="micro-batches of a step: 1, 2, 4, 8 or 16; with few methods",
     )  # fmt: skip
-    parser.add_argument("--json", metavar="FILE", help="write the rows to FILE")
-    parser.add_argument("--figure", metavar="FILE", help="draw the step times into FILE, in the format of its suffix")
-    return parser
+    options_of.add_argument(
+        "--drift", type=float, metavar="SHARE",
+        help="share of the tokens of made-up loads that change experts from one step to the next; with few methods",
+    )  # fmt: skip
+    options = options_of.parse_args(arguments)
+    return exit_code("experts_emulated", lambda: _run(options))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code: 1 where ranks failed, 2 for bad input."""
-    options = _parser().parse_args(arguments)
+def _run(options: argparse.Namespace) -> int:
     numbers = [options.ranks] if options.ranks else [8] if options.quick else [8, 16]
     layers, micro_batches, steps = (2, 2, 1) if options.quick else (4, 4, 3)
     micro_batches = options.micro_batches or micro_batches
-    about = "recorded loads" if options.trace else "made-up loads"
+    about, load = "recorded loads" if options.trace else "made-up loads", load_before()
     rows: list[Row] = []
     scales: list[dict[str, float]] = []
-    load = os.getloadavg()[0]
-    print(f"emulated cluster on {os.cpu_count()} cores, no GPU; load {load:.1f} before the start; {about}", flush=True)
-    try:
-        trace = read_load_trace(options.trace) if options.trace else None
-        for ranks in numbers:
-            scale = Scale(ranks, trace.counts.shape[-1] if trace else 32, EXPERT_SECONDS[ranks])
-            size = (scale, layers, micro_batches, steps)
-            names = _QUICK if options.quick else _MOST_RANKS if ranks == 16 else VARIANTS
-            names = _BEYOND if options.micro_batches else names
-            variants = [VARIANTS[name] for name in names]
-            found, reason = measure(recorded_loads(trace, *size) if trace else made_up_loads(*size), scale, variants)
-            _print(found, scale, reason)
-            _print_targets(found, options.micro_batches)
-            rows += found
-            scales.append({"ranks": ranks, "time": scale.time, "bytes": scale.bytes, "nic": scale.nic})
-    except ValueError as error:
-        print(f"experts_emulated: {error}", file=sys.stderr)
-        return 2
-    except (RankFailed, RunTimeout) as error:
-        print(f"experts_emulated: {error}", *getattr(error, "tail", ()), sep="\n", file=sys.stderr)
-        return 1
-    if options.json:
-        content = {
-            "emulated": True,
-            "loads": about,
-            "load": load,
-            "scales": scales,
-            "rows": [asdict(row) for row in rows],
-        }
-        write_text(options.json, json.dumps(content, indent=1) + "\n")
-    if options.figure:
-        _draw(rows, f"{about}, emulated", options.figure)
+    print(f"emulated cluster, no GPU; {load}; {about}", flush=True)
+    trace = read_load_trace(options.trace) if options.trace else None
+    made_up = {"drift": options.drift} if options.drift else {}
+    for ranks in numbers:
+        scale = Scale(ranks, trace.counts.shape[-1] if trace else 32, EXPERT_SECONDS[ranks])
+        size = (scale, layers, micro_batches, steps)
+        names = _QUICK if options.quick else _MOST_RANKS if ranks == 16 else VARIANTS
+        names = _BEYOND if options.micro_batches else _DRIFTING if options.drift else names
+        variants = [VARIANTS[name] for name in names]
+        loads = recorded_loads(trace, *size) if trace else made_up_loads(*size, **made_up)
+        found, reason = measure(loads, scale, variants)
+        _print(found, scale, reason)
+        _print_targets(found, options.micro_batches, options.drift)
+        rows += found
+        scales.append({"ranks": ranks, "time": scale.time, "bytes": scale.bytes, "nic": scale.nic})
+    write_rows(options.json, rows, loads=about, load=load, scales=scales)
     return 0
 
 

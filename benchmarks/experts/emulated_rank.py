@@ -40,21 +40,21 @@ class Variant:
     """One configuration of the layers.
 
     name: of the method.
-    planned: name of the placements that it uses; None for Megatron's own layer.
+    planner: of replicas; None for Megatron's own layer.
     even: whether tokens are spread equally over experts, whatever was recorded.
     slots: number of slots of a rank.
-    overlap: whether transfers overlap compute.
-    shared: whether layers share slots.
+    late: number of its late slots.
+    knows: what the planner knows: "balance" alone, or costs too, with transfers "exposed" (Eq. 6) or "hidden" (Eq. 8).
     posting: "whole"; "parts", when compute begins, which leaves the links to exchanges of tokens; or "chosen": in
         parts, but the first layer's gradients whole.
     """
 
     name: str
-    planned: str | None = None
+    planner: str | None = None
     even: bool = False
     slots: int = ExpertConfig().replica_slots
-    overlap: bool = True
-    shared: bool = False
+    late: int = 0
+    knows: str = "hidden"
     posting: str = "chosen"
 
 
@@ -138,14 +138,17 @@ class _Model:
 
         parts = MoESubmodules(experts=experts, router=_Router)
         self.layers: list[Any] = [MoELayer(config, parts, number + 1, groups) for number in range(job["layers"])]
-        if variant.planned is not None:
+        if variant.planner is not None:
             for layer in self.layers:
-                balance_layer(layer, variant.slots)
+                balance_layer(layer, variant.slots, variant.late)
         self.slots: Any = None
+        self.late: Any = None
         for weight in self._home_weights():
             weight.main_grad, weight.tokens = torch.zeros_like(weight, dtype=torch.float32), 0
-        if variant.planned is not None:
+        if variant.planner is not None:
             self.slots = _slots(self.layers, variant, groups.transfers, float(job["expert_share"]))
+        if variant.late:
+            self.late = _late_slots(self.layers, variant, groups.late)
 
     def _home_weights(self) -> list[Any]:
         return [expert.weight for layer in self.layers for expert in layer.experts.local_experts]
@@ -163,13 +166,14 @@ class _Model:
                 layer.loads.clear()
                 layer.served.clear()
                 layer.place(placement)
-            self.slots.begin_step(placements, len(routing))
+            for slots in filter(None, (self.slots, self.late)):
+                slots.begin_step(placements, len(routing))
         for maps in routing:
             output = self._forward(hidden.clone().requires_grad_(), maps)
             assert torch.equal(output, hidden), "tokens did not come back as they left"
             output.sum().backward()
-        if self.slots is not None:
-            self.slots.end_step()
+        for slots in filter(None, (self.slots, self.late)):
+            slots.end_step()
         span = torch.tensor([-begin, time.perf_counter()], dtype=torch.float64)  # one clock for all ranks of a machine
         dist.all_reduce(span, op=dist.ReduceOp.MAX)
         return float(span.sum())
@@ -189,7 +193,7 @@ class _Model:
                 # A replica's gradient is rounded to bfloat16 before it is added.
                 gradient = weight.main_grad + weight.tokens
                 torch.testing.assert_close(gradient, torch.full_like(gradient, tokens), rtol=0.01, atol=0.1)
-            if self.slots is not None and not self.variant.shared:
+            if self.slots is not None:
                 for expert, leaves in zip(
                     placements[number].slots_of(dist.get_rank()), self.slots.leaves(number), strict=True
                 ):
@@ -210,21 +214,7 @@ def _experts(local: list[_Expert], config: Any) -> torch.nn.Module:
 
 
 def _slots(layers: Sequence[Any], variant: Variant, group: Any, expert_share: float) -> Any:
-    from balancing.experts.engine.slots import HomeExperts, ReplicaSlots
-
-    class Exposed(ReplicaSlots):
-        """Slots without overlap: every transfer is waited for where it starts."""
-
-        def begin_step(self, placements: Sequence[Any], micro_batches: int) -> None:
-            super().begin_step(placements, micro_batches)
-            self.acquire(0, forward=True)
-
-        def _prefetch_after(self, layer: int, forward: bool) -> None:
-            """Do not send weights ahead."""
-
-        def accumulate_gradients(self, layer: int) -> None:
-            super().accumulate_gradients(layer)
-            self._finish_reduction(layer)
+    from balancing.experts.engine.slots import ReplicaSlots
 
     class InParts(ReplicaSlots):
         """Slots that post also the gradients of the first layer when compute begins."""
@@ -232,18 +222,32 @@ def _slots(layers: Sequence[Any], variant: Variant, group: Any, expert_share: fl
         def _gradient_shares(self, number: int) -> Sequence[float]:
             return super()._gradient_shares(number) if number else (0.0, 1.0)
 
-    homes = [[list(expert.parameters()) for expert in layer.experts.local_experts] for layer in layers]
-    kind = (InParts if variant.posting == "parts" else ReplicaSlots) if variant.overlap else Exposed
-    slots = kind(
-        HomeExperts(homes, gradient=lambda weight: weight.main_grad),
+    slots = (InParts if variant.posting == "parts" else ReplicaSlots)(
+        _homes(layers),
         variant.slots,
         group,
-        shared=variant.shared,
-        expert_share=expert_share if variant.posting != "whole" and variant.overlap else None,
+        shared=False,
+        expert_share=expert_share if variant.posting != "whole" else None,
     )
     for position, layer in enumerate(layers):
         layer.experts.slots, layer.experts.position = slots, position
     return slots
+
+
+def _late_slots(layers: Sequence[Any], variant: Variant, group: Any) -> Any:
+    from balancing.experts.engine.late_slots import LateSlots
+
+    slots = LateSlots(_homes(layers), variant.late, group)
+    for layer in layers:
+        layer.experts.late_slots = slots
+    return slots
+
+
+def _homes(layers: Sequence[Any]) -> Any:
+    from balancing.experts.engine.slots import HomeExperts
+
+    homes = [[list(expert.parameters()) for expert in layer.experts.local_experts] for layer in layers]
+    return HomeExperts(homes, gradient=lambda weight: weight.main_grad)
 
 
 def _config(job: dict[str, Any]) -> Any:
@@ -271,7 +275,8 @@ def _groups() -> Any:
         alone = dist.new_group([rank], timeout=_TIMEOUT)
         if rank == dist.get_rank():
             groups.tp = groups.expt_tp = groups.cp = groups.tp_cp = alone
-    groups.transfers = dist.new_group(list(range(dist.get_world_size())), timeout=_TIMEOUT)
+    everyone = list(range(dist.get_world_size()))
+    groups.transfers, groups.late = (dist.new_group(everyone, timeout=_TIMEOUT) for _ in range(2))
     return groups
 
 
@@ -321,9 +326,9 @@ def _step(
     kind, warm_up, number = "even" if variant.even else "recorded", at < 0, max(at, 0)
     load, ranks = loads[kind][number], dist.get_world_size()
     placements = []
-    if variant.planned is not None:
-        home, split = contiguous_homes(job["experts"], ranks), job["split"][variant.planned]
-        plans = loads[f"slots of {variant.planned}"][number]
+    if variant.planner is not None:
+        home, split = contiguous_homes(job["experts"], ranks), job["split"][variant.name]
+        plans = loads[f"slots of {variant.name}"][number]
         node = job["ranks_per_node"], job["nics_per_node"]
         placements = [ReplicaPlacement(home, plan, split, *node) for plan in plans]
     routing = maps[kind][number][:1] if warm_up else maps[kind][number]

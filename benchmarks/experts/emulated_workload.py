@@ -173,9 +173,18 @@ def _spread(length: int, number: int) -> np.ndarray:
 
 
 def made_up_loads(
-    scale: Scale, layers: int, micro_batches: int, steps: int, imbalance: Sequence[float] = _IMBALANCE
+    scale: Scale,
+    layers: int,
+    micro_batches: int,
+    steps: int,
+    imbalance: Sequence[float] = _IMBALANCE,
+    drift: float = _DRIFT,
 ) -> Loads:
-    """Synthetic loads (`benchmarks.experts.synthetic`) by Zipf's law, which drift. imbalance: of layers, in turn."""
+    """Synthetic loads (`benchmarks.experts.synthetic`) by Zipf's law.
+
+    imbalance: of layers, in turn.
+    drift: share of the tokens that change experts from one step to the next.
+    """
     rng = np.random.default_rng(0)
     ranks = scale.ranks
     popularity = [
@@ -185,7 +194,7 @@ def made_up_loads(
     drawn = np.empty((steps + 1, ranks, layers, micro_batches, scale.experts))
     for step, layer in np.ndindex(steps + 1, layers):
         if step:
-            popularity[layer] = drifted(popularity[layer], _DRIFT, rng)
+            popularity[layer] = drifted(popularity[layer], drift, rng)
         for batch in range(micro_batches):
             drawn[step, :, layer, batch] = sampled_load(popularity[layer], ranks, _TOKENS * TOP_K, rng)
     loads = scaled_load(drawn, scale.assignments, scale.assignments // TOP_K)

@@ -13,6 +13,10 @@
   "quota, --cluster" knows what transfers cost and hide, and how much loads drift, as training does with `--cluster`.
 - Time: one placement and one split, CPU time of one thread, the best of several; with a GPU, also the split there.
 
+"quota, 1 late slot" adds late copies to quota's two slots, from the load that is split (`balancing.experts.late`).
+"alias, load known" places all replicas from it, after MoonEP. "graph" is LPLB's idea: replicas on a fixed graph of
+ranks. The last columns count the copies that a layer and micro-batch sends when its load is known, and their weights.
+
 "quota, fewest for 1 %" has the fewest transfers found that would leave 1 % of the load that is planned from
 (`benchmarks.experts.fewest`). The difference is the number of transfers that the robustness of the others costs. Tables
 count replicas inside a node and between nodes, and weigh them 1 and 3.
@@ -37,7 +41,15 @@ from rich.progress import Progress
 from rich.table import Table
 
 from balancing.cluster import Cluster
-from balancing.experts import ExpertShape, ReplicaPlacement, Splitter, TransferWindow, plan_replicas_layers, traffic
+from balancing.experts import (
+    ExpertShape,
+    ReplicaPlacement,
+    Splitter,
+    TransferWindow,
+    add_late_copies,
+    plan_replicas_layers,
+    traffic,
+)
 from balancing.experts.load_history import total_variation
 from balancing.experts.split.placed_split import SplitTables, place_all
 from balancing.files import write_text
@@ -54,6 +66,7 @@ _CLUSTER = "h200-8x400g"
 _IMBALANCE, _DRIFT = (1.0, 1.3, 2.0, 4.0), (0.0, 0.03, 0.1, 0.2, 0.3)
 _FEWEST = "quota, fewest for 1 %"
 _CLUSTERED = "quota, --cluster"
+_LATE, _ALIAS = "quota, 1 late slot", "alias, load known"
 _SHAPE = ExpertShape(hidden=2048, ffn_hidden=1408, bytes_per_parameter=2)
 _COSTS = {
     "costs, hidden": TransferWindow(1e-3, micro_batches=4),
@@ -101,14 +114,16 @@ class _Balance:
     inside: list[int] = field(default_factory=list)  # replicas whose expert lives in their node
     between: list[int] = field(default_factory=list)
     layer: list[int] = field(default_factory=list)
+    late: list[int] = field(default_factory=list)  # copies that are sent when the load is known
 
-    def add(self, load: np.ndarray, placement: ReplicaPlacement, layer: int = 0) -> None:
+    def add(self, load: np.ndarray, placement: ReplicaPlacement, layer: int = 0, known: bool = False) -> None:
         tokens = traffic(load, placement).sum(0)
         mean = max(float(tokens.mean()), 1.0)
         self.fullest.append(float(tokens.max()) / mean)
         self.limit.append(float(np.ceil(mean)) / mean)
         self.deviation.append(float(tokens.std()))
-        inside, between = by_link(placement)
+        self.late.append(placement.replicas if known else placement.late_copies)
+        inside, between = by_link(placement.planned)
         self.inside.append(inside)
         self.between.append(between)
         self.layer.append(layer)
@@ -122,7 +137,8 @@ def _rows(section: str, case: str, found: dict[str, _Balance], target: tuple[flo
     """Rows of the mean and the 99th percentile of each method. target: upper bounds of both for quota."""
     none, shadow = found["none"], found.get("shadow")
     for method, balance in found.items():
-        more = {"inside": float(np.mean(balance.inside)), "between": float(np.mean(balance.between))}
+        more = {name: float(np.mean(getattr(balance, name))) for name in ("inside", "between", "late")}
+        more["late_mb"] = more["late"] * _SHAPE.weight_bytes / 1e6
         if shadow is not None:
             # Pro-Prophet's balance degree is the standard deviation over ranks, its figure (RB) the ratio to shadowing.
             # Deviations below one token count as one.
@@ -180,9 +196,10 @@ def replay(trace: LoadTrace, sizes: Sequence[int], samples: int, progress: Progr
             for record, layer, batch in progress.track(chosen, description=f"replay, last record, {case}"):
                 before, now = counts[record - 1, :, layer, -1], counts[record, :, layer, batch]
                 drift = float(total_variation(counts[max(record - 2, 0), :, layer, -1], before))
-                for method in ("none", "prophet", "eplb", "quota"):
+                for method in ("none", "prophet", "eplb", "graph", "quota"):
                     placement = plan_replicas(before, cluster, slots=slots, method=method)
                     found.setdefault(method, _Balance()).add(now, placement, layer)
+                _add_late(found, now, placement, cluster, layer)
                 for name, placement in (
                     (_CLUSTERED, _clustered(before, cluster, slots, drift)),
                     (_FEWEST, _fewest(before, cluster, slots, trials=3)),
@@ -198,6 +215,15 @@ def _fewest(before: np.ndarray, cluster: Cluster, slots: int, trials: int) -> Re
     return found if found is not None else plan_replicas(before, cluster, slots=slots)
 
 
+def _add_late(
+    found: dict[str, _Balance], now: np.ndarray, placement: ReplicaPlacement, cluster: Cluster, layer: int = 0
+) -> None:
+    """Rows of what is planned from the load itself: late copies beside `placement`, and all replicas."""
+    found.setdefault(_LATE, _Balance()).add(now, add_late_copies(now, placement), layer)
+    alias = plan_replicas(now, cluster, slots=placement.homes_per_rank, method="alias")
+    found.setdefault(_ALIAS, _Balance()).add(now, alias, layer, known=True)
+
+
 def _clustered(before: np.ndarray, cluster: Cluster, slots: int, drift: float) -> ReplicaPlacement:
     """The placement of training with `--cluster`, where loads have drifted by `drift` before."""
     return plan_replicas(before, cluster, slots=slots, shape=_SHAPE, window=_COSTS["costs, hidden"], drift=drift)
@@ -206,7 +232,7 @@ def _clustered(before: np.ndarray, cluster: Cluster, slots: int, drift: float) -
 def grid(draws: int, progress: Progress) -> list[Row]:
     """Loads of 64 ranks with two slots each, which drift after replicas are placed. draws: loads of each kind."""
     ranks, slots, tokens, rows = 64, 2, 65536, []
-    cluster, methods = _cluster(ranks), ("none", "shadow", "prophet", "eplb", "quota")
+    cluster, methods = _cluster(ranks), ("none", "shadow", "prophet", "eplb", "graph", "quota")
     cells = [
         (experts, name, imbalance) for experts in (128, 256) for name in DISTRIBUTIONS for imbalance in _IMBALANCE
         if imbalance > 1 or name == "Zipf"  # at 1 they are the same
@@ -218,7 +244,9 @@ def grid(draws: int, progress: Progress) -> list[Row]:
             popularity = DISTRIBUTIONS[name](experts, ranks, imbalance, generator)
             before = sampled_load(popularity, ranks, tokens, generator)
             plans: dict[str, ReplicaPlacement] = {
-                method: plan_replicas(before, cluster, slots=slots, method=method) for method in methods
+                # As in training, whose gate knows that loads drift.
+                method: plan_replicas(before, cluster, slots=slots, method=method, min_gain=0.0)
+                for method in methods
             }
             plans[_FEWEST] = _fewest(before, cluster, slots, trials=9)
             for drift in _DRIFT:
@@ -229,6 +257,7 @@ def grid(draws: int, progress: Progress) -> list[Row]:
                 }
                 for method, placement in (plans | more).items():
                     found[drift].setdefault(method, _Balance()).add(now, placement)
+                _add_late(found[drift], now, plans["quota"], cluster)
         for drift in _DRIFT:
             case = f"E {experts}, {name} {imbalance:g}, drift {drift:g}"
             rows += [row for row in _rows("grid", case, found[drift], None) if row.unit == "mean"]
@@ -330,7 +359,7 @@ def _fill(table: Table, rows: Sequence[Row]) -> None:
     heads = (
         ["ms", "/ limit"]
         if timed
-        else ["mean", "p99", "/ none", "/ limit", "inside", "between", "weighted", "RB / shadow"]
+        else ["mean", "p99", "/ none", "/ limit", "inside", "between", "weighted", "late", "MB", "RB / shadow"]
     )
     for head in ("case", "method", *heads, "target"):
         table.add_column(head, justify="left" if head in ("case", "method", "target") else "right", no_wrap=True)
@@ -353,26 +382,42 @@ def _fill(table: Table, rows: Sequence[Row]) -> None:
             f"{first.to_none:.3f}",
             f"{first.to_limit:.4f}",
             *_links(first),
+            *_late(first),
             rb,
             target,
         )
 
 
 def _fill_grid(table: Table, rows: Sequence[Row]) -> None:
-    """One line for each planner and imbalance, drift from left to right, and its transfers where nothing drifts."""
-    for head in ("E, imbalance", "method", *(f"drift {drift:g}" for drift in _DRIFT), "inside", "between", "weighted"):
+    """One line for each planner and imbalance, drift from left to right; its transfers where nothing drifts, and late
+    ones at the last drift but one."""
+    for head in (
+        "E, imbalance",
+        "method",
+        *(f"drift {drift:g}" for drift in _DRIFT),
+        "inside",
+        "between",
+        "weighted",
+        "late",
+        "MB",
+    ):
         table.add_column(head, justify="left" if head in ("E, imbalance", "method") else "right", no_wrap=True)
     lines: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         lines.setdefault((row.case.rpartition(", drift")[0], row.method), []).append(row)
     for (case, method), own in lines.items():
-        table.add_row(case, method, *(f"{row.figure:.3f}" for row in own), *_links(own[0]))
+        table.add_row(case, method, *(f"{row.figure:.3f}" for row in own), *_links(own[0]), *_late(own[-2]))
 
 
 def _links(row: Row) -> tuple[str, str, str]:
     """Replicas inside nodes, between nodes, and both weighed."""
     inside, between = row.more["inside"], row.more["between"]
     return f"{inside:.1f}", f"{between:.1f}", f"{inside + BETWEEN * between:.0f}"
+
+
+def _late(row: Row) -> tuple[str, str]:
+    """Copies of a layer and micro-batch that are sent when the load is known, and their MB of weights."""
+    return f"{row.more['late']:.1f}", f"{row.more['late_mb']:.0f}"
 
 
 def _read(options: argparse.Namespace) -> LoadTrace:

@@ -12,32 +12,21 @@ with made-up loads that drift from step to step, on the machine of `benchmarks.e
   under compute, and as in training (`chosen`): in chunks, except for the first layer's gradients.
 
 Even loads are 100 %. More is possible, since replicas keep tokens in their node. Emulated experts compute whole tiles,
-modelled ones do not. "Exact" compares plans with the best of all placements where these can be counted: 2 nodes of 2
-ranks, 8 experts, one slot. The full table takes twenty minutes of a quiet machine, --quick three minutes,
---modelled seconds. Exit code 1 if `chosen` is more than a point below the best of whole, in parts and none.
+modelled ones do not. The full table takes twenty minutes of a quiet machine, --quick three minutes, --modelled seconds.
+Exit code 1 if `chosen` is more than a point below the best of whole, in parts and none.
 """
 
 import argparse
-import itertools
-import json
-import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
-import numpy as np
-
-from balancing.experts import ReplicaPlacement, contiguous_homes, plan_replicas, traffic
-from balancing.experts.cost import TransferWindow, layer_cost
-from balancing.files import write_text
-from benchmarks.emulated import RankFailed, RunTimeout
-from benchmarks.experts.beyond_even import of_forced_balance
+from benchmarks.command import exit_code, load_before, parser, write_rows
 from benchmarks.experts.emulated import CEILING, EXPERT_SECONDS, VARIANTS, measure_all
-from benchmarks.experts.emulated_workload import SHAPE, Loads, Scale, made_up_loads
-from benchmarks.experts.lower_bound import CostLowerBound
-from benchmarks.experts.synthetic import sampled_load, zipf_popularity
+from benchmarks.experts.emulated_workload import Scale, made_up_loads
+from benchmarks.experts.modelled import bound_of_forced_balance, of_forced_balance
 
-__all__ = ["Cell", "bound_of_forced_balance", "of_exact_search"]
+__all__ = ["Cell"]
 
 _EXPERTS = 32
 _ALL = [(layers, count) for layers in (1, 2, 4, 8) for count in (1, 2, 4, 8)]
@@ -77,64 +66,6 @@ class Cell:
         return not others or self.emulated["chosen"] >= max(others) - _POINT
 
 
-def bound_of_forced_balance(loads: Loads, scale: Scale, micro_batches: int) -> float:
-    """Upper bound of what `of_forced_balance` gives for any placements. The parameters are those of that function."""
-    cluster, hidden = scale.cluster, scale.attention_seconds
-    alone = plan_replicas(loads.now[0][:, 0, 0], cluster, slots=0, method="none")
-    even = least = 0.0
-    for now, level in zip(loads.now, loads.even.now, strict=True):
-        of_even = np.rint(level[:, 0, 0] * scale.tokens).astype(np.int64)
-        for layer in range(now.shape[1]):
-            window = TransferWindow(hidden, layer == 0, micro_batches)
-            load = np.rint(now[:, layer].swapaxes(0, 1) * scale.tokens)
-            even += layer_cost(traffic(of_even, alone), alone, cluster, SHAPE, window).total + 3 * hidden
-            least += _least_seconds(load, scale, window) + 3 * hidden
-    return even / least
-
-
-def _least_seconds(load: np.ndarray, scale: Scale, window: TransferWindow) -> float:
-    """Lower bound of a layer's seconds and micro-batch, the mean of some. load: [micro_batch, source_rank, expert]."""
-    cluster, (batches, ranks, experts) = scale.cluster, load.shape
-    per_node, nics = cluster.ranks_per_node, cluster.nodes * cluster.nics_per_node
-    wanted = load.reshape(batches, cluster.nodes, per_node, experts).sum(2)
-    home, expert = contiguous_homes(experts, ranks) // per_node, np.arange(experts)
-    at_node = np.stack([wanted.sum(1)[:, home == node].sum(1) for node in range(cluster.nodes)], axis=1)
-    wanted[:, home, expert] = 0
-    kept = -np.sort(-wanted.reshape(batches, -1), axis=1).cumsum(1)  # by the best copies between nodes, one or more
-    leaving = wanted.sum((1, 2))[:, None] - np.pad(kept, ((0, 0), (1, 0)))
-    exchange = leaving * SHAPE.hidden * SHAPE.bytes_per_parameter / (nics * cluster.nic_bandwidth)
-    copies = np.arange(leaving.shape[1])
-    tokens = np.where(copies, load.sum((1, 2))[:, None] / ranks, at_node.max(1)[:, None] / per_node)
-    forward = tokens * SHAPE.forward_seconds(cluster)
-    sent = np.where(copies, np.maximum(1, copies / nics), 0) * SHAPE.parameters / cluster.nic_bandwidth
-    assert window.hidden_under is not None
-    hidden = window.hidden_under + (0 if window.first else forward.max(0))
-    exposed = np.maximum(0, sent * SHAPE.bytes_per_parameter - hidden)
-    exposed += np.maximum(0, sent * SHAPE.gradient_bytes - 2 * hidden)
-    return float(((4 * exchange + 3 * forward).mean(0) + exposed / window.micro_batches).min())
-
-
-def of_exact_search(micro_batches: int, *, first: bool, imbalance: float, seed: int) -> float:
-    """Modelled throughput of a plan over that of the best placement: 2 nodes of 2 ranks, 8 experts, one slot."""
-    scale = Scale(4, 8, 0.1)
-    cluster, rng = scale.cluster, np.random.default_rng(seed)
-    load = sampled_load(zipf_popularity(8, 4, imbalance, rng), 4, 16384, rng)
-    window = TransferWindow(scale.attention_seconds, first, micro_batches)
-    plan = plan_replicas(load, cluster, slots=1, shape=SHAPE, window=window)
-    away = [[-1, *np.flatnonzero(plan.home != rank)] for rank in range(4)]
-    every = [
-        ReplicaPlacement(plan.home, np.array(each)[:, None], "level", plan.ranks_per_node, plan.nics_per_node)
-        for each in itertools.product(*away)
-    ]
-    least = CostLowerBound(load, plan.home, cluster, SHAPE, window)(np.stack([each.slot_expert for each in every]))
-    own = best = layer_cost(traffic(load, plan), plan, cluster, SHAPE, window).total
-    for at in np.argsort(least):
-        if least[at] >= best:
-            break
-        best = min(best, layer_cost(traffic(load, every[at]), every[at], cluster, SHAPE, window).total)
-    return (best + 3 * scale.attention_seconds) / (own + 3 * scale.attention_seconds)
-
-
 def _modelled(cell: tuple[int, int], scale: Scale) -> Cell:
     layers, count = cell
     loads = made_up_loads(scale, layers, min(count, 4), 3)
@@ -146,7 +77,7 @@ def _modelled(cell: tuple[int, int], scale: Scale) -> Cell:
     return Cell(layers, count, shares, {})
 
 
-def _emulate(cells: Sequence[Cell], scale: Scale, steps: int) -> None:
+def _emulate(cells: Sequence[Cell], scale: Scale) -> None:
     """Run the cells and fill in what was found."""
     variants = [VARIANTS[name] for name in (CEILING, *_METHODS.values())]
     launches: list[list[Cell]] = [[]]
@@ -155,7 +86,7 @@ def _emulate(cells: Sequence[Cell], scale: Scale, steps: int) -> None:
             launches.append([])
         launches[-1].append(cell)
     for launch in launches:
-        jobs = [(made_up_loads(scale, cell.layers, cell.micro_batches, steps), variants) for cell in launch]
+        jobs = [(made_up_loads(scale, cell.layers, cell.micro_batches, 1), variants) for cell in launch]
         found, reason = measure_all(jobs, scale)
         if reason:
             print(f"loopback, NICs not limited: {reason}")
@@ -186,37 +117,26 @@ def _cells(text: str) -> list[tuple[int, int]]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code: 1 where a cell lost or ranks failed."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.experts.regimes")
-    parser.add_argument("--quick", action="store_true", help="8 ranks, five cells; three minutes")
-    parser.add_argument("--ranks", type=int, choices=(8, 16), default=8)
-    parser.add_argument("--cells", type=_cells, metavar="LxM,...", help="layers x micro-batches; all by default")
-    parser.add_argument("--steps", type=int, default=1, help="number of steps of each cell (default 1)")
-    parser.add_argument("--modelled", action="store_true", help="model only, without emulation")
-    parser.add_argument("--json", metavar="FILE", help="write the cells to FILE")
-    options = parser.parse_args(arguments)
+    options_of = parser("experts.regimes", __doc__, "8 ranks, five cells; three minutes")
+    options_of.add_argument("--ranks", type=int, choices=(8, 16), default=8)
+    options_of.add_argument("--cells", type=_cells, metavar="LxM,...", help="layers x micro-batches; all by default")
+    options_of.add_argument("--modelled", action="store_true", help="model only, without emulation")
+    options = options_of.parse_args(arguments)
+    return exit_code("regimes", lambda: _run(options))
+
+
+def _run(options: argparse.Namespace) -> int:
     scale = Scale(options.ranks, _EXPERTS, EXPERT_SECONDS[options.ranks])
     sizes = options.cells or (_QUICK if options.quick else _CELLS[options.ranks])
-    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} before the start; throughput over forced balance")
+    print(f"{load_before()}; throughput over forced balance")
     print(f"{scale.ranks} ranks     modelled: none, chosen, bound   emulated: {', '.join(_METHODS)}, max/mean, exposed")
     cells = [_modelled(size, scale) for size in sizes]
     if options.modelled:
         for cell in cells:
             _print(cell)
-    try:
-        if not options.modelled:
-            _emulate(cells, scale, options.steps)
-    except (RankFailed, RunTimeout) as error:
-        print(f"regimes: {error}", *getattr(error, "tail", ()), sep="\n", file=sys.stderr)
-        return 1
-    for first in (True, False):
-        found = [
-            of_exact_search(count, first=first, imbalance=imbalance, seed=seed)
-            for count, imbalance, seed in itertools.product((1, 2, 4, 8), (1.5, 2.0, 3.0), (0, 1))
-        ]
-        which = "the first layer" if first else "other layers"
-        print(f"of the exact search, {which}: mean {np.mean(found):.1%}, worst {min(found):.1%} of {len(found)}")
-    if options.json:
-        write_text(options.json, json.dumps([asdict(cell) for cell in cells], indent=1) + "\n")
+    else:
+        _emulate(cells, scale)
+    write_rows(options.json, cells)
     return 0 if all(cell.kept for cell in cells) else 1
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from balancing.cluster import Cluster
 from balancing.experts import ReplicaPlacement, plan_replicas, traffic
 from balancing.experts.config import ExpertConfig
+from benchmarks.command import show_table
 from benchmarks.experts.fewest import BETWEEN, by_link, fewest_replicas, weight
 from benchmarks.experts.synthetic import DISTRIBUTIONS, sampled_load
 
@@ -75,19 +76,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--draws", type=int, default=10, help="number of loads of each row (default 10)")
     options = parser.parse_args(arguments)
-    print("weighted transfers (inside + 3 x between), and points of imbalance left; ECHO to TAOT as published")
-    print(
-        f"{'':26}{'ECHO':>10}{'LLEP':>10}{'LPLB':>10}{'TAOT':>10}{'as TAOT':>12}{'for 1 %':>22}{'quota, all slots':>23}"
-    )
+    lines = []
     for (ranks, percent), (transfers, left) in PUBLISHED.items():
-        told = "".join(f"{number:5}, {points:3.1f}" for number, points in zip(transfers, left, strict=True))
+        told = [f"{number}, {points:3.1f}" for number, points in zip(transfers, left, strict=True)]
         for name, draw in DISTRIBUTIONS.items():
             found = compare(ranks, percent, draw, options.draws)
             cells = [
                 f"{inside + BETWEEN * between:.0f} ({inside:.0f} + {BETWEEN} x {between:.0f}), {points:.1f}"
                 for inside, between, points in found.values()
             ]
-            print(f"EP {ranks}, {percent} %, {name:12}{told}" + "".join(f"{cell:>28}" for cell in cells), flush=True)
+            lines.append((f"EP {ranks}, {percent} %, {name}", *told, *cells))
+    heads = ("case", "ECHO", "LLEP", "LPLB", "TAOT", "as TAOT", "for 1 %", "quota, all slots")
+    show_table(
+        "weighted transfers (inside + 3 x between), points of imbalance left; ECHO to TAOT published", heads, lines
+    )
     return 0
 
 

@@ -10,40 +10,36 @@ Compute and transfers are real; nothing is emulated. The ratio to the limit is t
 mean, 1.0 when both compute equally much.
 """
 
-import argparse
-import json
 import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from balancing.files import write_text
 from balancing.trials import TrialConfig, TrialSchedule, median_gain
-from benchmarks.pinned import prepare_corpus, step_milliseconds
+from benchmarks.command import parser, show_rows, write_rows
+from benchmarks.pinned import SMALL, prepare_corpus, read_events, step_milliseconds
 
 MODEL = (
-    "--device cpu --num-layers 2 --hidden-size 256 --ffn-hidden-size 512 --num-attention-heads 4 --seq-length 256 "
-    "--max-position-embeddings 256 --position-embedding-type rope --normalization RMSNorm --swiglu "
-    "--disable-bias-linear --attention-dropout 0 --hidden-dropout 0 --num-experts 8 --moe-router-topk 2 "
-    "--moe-ffn-hidden-size 768 --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type none "
-    "--expert-model-parallel-size 2 --micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --eval-interval 100000 "
-    "--eval-iters 0 --log-interval 1 --num-workers 0 --tokenizer-type NullTokenizer --vocab-size 258 "
-    "--null-tokenizer-eod-id 256 --null-tokenizer-pad-id 257 --split 100,0,0 --ckpt-format torch_dist"
+    f"{SMALL} "
+    "--num-layers 2 --hidden-size 256 --ffn-hidden-size 512 --num-attention-heads 4 --seq-length 256 "
+    "--max-position-embeddings 256 --normalization RMSNorm --swiglu --disable-bias-linear --num-experts 8 "
+    "--moe-router-topk 2 --moe-ffn-hidden-size 768 --moe-token-dispatcher-type alltoall "
+    "--moe-router-load-balancing-type none --expert-model-parallel-size 2 --micro-batch-size 2 "
+    "--global-batch-size 8 --lr 1e-3 --log-interval 1 --num-workers 0 --ckpt-format torch_dist"
 ).split()
 
 
 def _imbalance(report: Path) -> tuple[float, float]:
     """Load of the busier rank over the mean, without replicas and with them, mean of all events of the balancer."""
-    lines = [json.loads(line) for line in (report / "events.jsonl").read_text().splitlines()]
-    lines = [line for line in lines if line["balancer"] == "experts" and line["action"] != "observe"]
+    events = read_events(report)
+    lines = [event for event in events if event["balancer"] == "experts" and event["action"] != "observe"]
     before, after = ([line[f"imbalance_{when}"] for line in lines] for when in ("before", "after"))
     return statistics.mean(before), statistics.mean(after)
 
 
 def _pairs(report: Path) -> list[float]:
     """Seconds of a step without replicas over those with them, of each pair of trials."""
-    lines = [json.loads(line) for line in (report / "events.jsonl").read_text().splitlines()]
-    return [ratio for line in lines if line["action"] == "trial" for ratio in line["pair_ratios"]]
+    return [ratio for line in read_events(report) if line["action"] == "trial" for ratio in line["pair_ratios"]]
 
 
 def measure(train: int, steps: int, rounds: int) -> list[dict[str, Any]]:
@@ -93,19 +89,11 @@ def measure(train: int, steps: int, rounds: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer steps, noisier figures")
-    parser.add_argument("--json", metavar="FILE", help="also write the rows to FILE")
-    options = parser.parse_args()
+    options = parser("experts.training", __doc__, "fewer steps, noisier figures").parse_args()
     rows = measure(10, 20, 1) if options.quick else measure(60, 50, 3)
-    print(f"{'balancing':>9} {'step, ms':>9} {'/ off':>6} {'max / mean':>10} {'steps':>6}")
-    for row in rows:
-        print(
-            f"{row['method']:>9} {row['step_ms']:>9.1f} {row['ratio_to_baseline']:>6.3f} "
-            f"{row['ratio_to_limit']:>10.3f} {row['steps']:>6}"
-        )
-    if options.json:
-        write_text(options.json, json.dumps(rows, indent=1) + "\n")
+    show_rows("method; step, ms=step_ms:.1f; / off=ratio_to_baseline:.3f; max / mean=ratio_to_limit:.3f; "
+              "steps", rows)  # fmt: skip
+    write_rows(options.json, rows)
 
 
 if __name__ == "__main__":

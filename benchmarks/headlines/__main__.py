@@ -19,9 +19,7 @@ it loads are made up, as skewed as that record. Exit code 1 if a headline is not
 """
 
 import argparse
-import json
 import math
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,13 +44,12 @@ from balancing_tools.whatif.step import StepModel
 from benchmarks.baselines.experts import plan_replicas
 from benchmarks.baselines.layers import deepspeed_plan
 from benchmarks.baselines.sequences import plan_sequences
-from benchmarks.emulated import RankFailed, RunTimeout
+from benchmarks.command import exit_code, load_before, parser, write_rows
 from benchmarks.experts import emulated as experts_emulated
 from benchmarks.experts import taot
-from benchmarks.experts.beyond_even import modelled_seconds
 from benchmarks.experts.emulated_workload import Loads, Scale, made_up_loads, recorded_loads, scaled_load
+from benchmarks.experts.modelled import bound_of_forced_balance, modelled_seconds
 from benchmarks.experts.plans import made_up_run, replay
-from benchmarks.experts.regimes import bound_of_forced_balance
 from benchmarks.experts.synthetic import zipf_popularity
 from benchmarks.headlines.data import SKEW, TABLE_IV, TAOT_LEFT
 from benchmarks.headlines.table import Row, table
@@ -308,43 +305,34 @@ def _commit() -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.headlines", description=(__doc__ or "").partition("\n")[0]
-    )
+    options_of = parser("headlines", __doc__)
     parts = ("layers", "sequences", "experts")
-    parser.add_argument("--emulated", action="store_true", help="also on the emulated cluster, by the clock")
-    parser.add_argument("--only", nargs="+", choices=parts, default=parts, metavar="NAME", help=", ".join(parts))
-    parser.add_argument("--trace", metavar="FILE", help="recorded loads of experts, .npz")
-    parser.add_argument("--json", metavar="FILE", help="write the rows there")
-    parser.add_argument("--page", type=Path, metavar="FILE", help="replace the table of this page")
-    options = parser.parse_args(arguments)
-    load = os.getloadavg()[0]
+    options_of.add_argument("--emulated", action="store_true", help="also on the emulated cluster, by the clock")
+    options_of.add_argument("--only", nargs="+", choices=parts, default=parts, metavar="NAME", help=", ".join(parts))
+    options_of.add_argument("--trace", metavar="FILE", help="recorded loads of experts, .npz")
+    options_of.add_argument("--page", type=Path, metavar="FILE", help="replace the table of this page")
+    options = options_of.parse_args(arguments)
+    return exit_code("headlines", lambda: _run(options))
+
+
+def _run(options: argparse.Namespace) -> int:
+    load, record = load_before(), read_load_trace(options.trace) if options.trace else None
     rows: list[Row] = []
-    try:
-        record = read_load_trace(options.trace) if options.trace else None
-        with Progress(console=Console(stderr=True), transient=True) as progress:
-            planned: dict[str, Callable[[], Iterator[Row]]] = {
-                "layers": partial(_layers, progress),
-                "sequences": partial(_sequences, progress),
-                "experts": partial(_experts, record, progress),
-            }
-            rows += [row for name in options.only for row in planned[name]()]
-        emulated: dict[str, Callable[[], Iterator[Row]]] = {
-            "layers": _layers_emulated,
-            "sequences": _sequences_emulated,
-            "experts": partial(_experts_emulated, record),
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        planned: dict[str, Callable[[], Iterator[Row]]] = {
+            "layers": partial(_layers, progress),
+            "sequences": partial(_sequences, progress),
+            "experts": partial(_experts, record, progress),
         }
-        rows += [row for name in options.only if options.emulated for row in emulated[name]()]
-        if options.json:
-            table_of = [asdict(row) | {"gain": row.gain()} for row in rows]
-            write_text(options.json, json.dumps({"load": load, "rows": table_of}, indent=1) + "\n")
-    except (ValueError, OSError) as error:
-        print(f"headlines: {error}", file=sys.stderr)
-        return 2
-    except (RankFailed, RunTimeout) as error:
-        print(f"headlines: {error}", *getattr(error, "tail", ()), sep="\n", file=sys.stderr)
-        return 1
-    about = f"{os.cpu_count()} cores, no GPU, load {load:.1f} before the start, commit {_commit()}"
+        rows += [row for name in options.only for row in planned[name]()]
+    emulated: dict[str, Callable[[], Iterator[Row]]] = {
+        "layers": _layers_emulated,
+        "sequences": _sequences_emulated,
+        "experts": partial(_experts_emulated, record),
+    }
+    rows += [row for name in options.only if options.emulated for row in emulated[name]()]
+    write_rows(options.json, [asdict(row) | {"gain": row.gain()} for row in rows], load=load)
+    about = f"{load}, no GPU, commit {_commit()}"
     print(f"{about}\n\n{table(rows)}")
     if options.page:
         before, _, after = options.page.read_text().partition(_MARK)

@@ -11,22 +11,20 @@ Exit code 1 if a row is out of its bounds.
 """
 
 import argparse
-import json
-import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
-from balancing.files import write_text
 from balancing.layers import LayerSeconds, StagePlan, plan_stages, refine_plan
-from benchmarks.emulated import EmulatedCluster, RankFailed, RunTimeout
-from benchmarks.layers.fill import filled_step
+from balancing.layers.simulated_fill import simulate_fill
+from benchmarks.command import exit_code, load_before, parser, write_rows
+from benchmarks.emulated import EmulatedCluster
+from benchmarks.emulated.paced import run_pipelines
 from benchmarks.layers.traces import TRACES, trace
 
-__all__ = ["Row", "main", "measure", "run_pipelines", "slowed"]
+__all__ = ["Row", "main", "measure", "slowed"]
 
 _LAYERS, _MICRO_BATCHES, _STEP = 48, 32, 6.0
 _BOUND = 0.05
@@ -74,8 +72,9 @@ def _pipelines(name: str) -> tuple[LayerSeconds, dict[str, StagePlan], float]:
 
 
 def slowed(cost: LayerSeconds, times: float) -> LayerSeconds:
-    """The costs of layers and head, so many times as long."""
-    return LayerSeconds(cost.forward * times, cost.backward * times, head=(cost.head[0] * times, cost.head[1] * times))
+    """The costs, so many times as long."""
+    embedding, head = ((forward * times, backward * times) for forward, backward in (cost.embedding, cost.head))
+    return LayerSeconds(cost.forward * times, cost.backward * times, embedding, head)
 
 
 def measure(
@@ -96,59 +95,45 @@ def measure(
             arrays = dict(zip(("forward", "backward"), cost.stage_seconds(plan), strict=True))
         pipeline = {name: values.tolist() for name, values in arrays.items()}
         pipelines.append(pipeline | {"micro_batches": micro_batches, "repeats": repeats})
-    return run_pipelines(stages, pipelines)
-
-
-def run_pipelines(stages: int, pipelines: list[dict[str, Any]]) -> list[float]:
-    """Seconds of a step of each pipeline on as many emulated ranks, the quickest of its repeats. pipelines: as
-    `benchmarks.emulated.paced` takes them."""
     with EmulatedCluster(1, stages) as cluster:
-        arguments = ["ignore", "-m", "benchmarks.emulated.paced", json.dumps(pipelines)]
-        run = cluster.run("-W", arguments, timeout=280)
-    return [min(seconds) for seconds in json.loads(run.output[0][-1])]
+        return [min(seconds) for seconds in run_pipelines(cluster, pipelines)]
 
 
 def _simulated(cost: LayerSeconds, plan: StagePlan, share: float) -> float:
     if share:
-        return filled_step(cost, plan, share, _MICRO_BATCHES).step_time
+        return simulate_fill(cost.split_passes(plan, share), _MICRO_BATCHES).step_time
     return cost.simulate(plan, _MICRO_BATCHES).step_time
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.layers.emulated", description=(__doc__ or "").partition("\n")[0]
-    )
-    parser.add_argument("--quick", action="store_true", help="three of the six cases, each plan once")
-    parser.add_argument("--cases", nargs="+", choices=[*TRACES], metavar="NAME", help="only these cases")
-    parser.add_argument("--json", metavar="FILE", help="write the rows to FILE")
-    options = parser.parse_args(arguments)
-    load = os.getloadavg()[0]
-    print(f"{os.cpu_count()} cores, load {load:.1f} before the start; emulated cluster on the CPU", flush=True)
+    options_of = parser("layers.emulated", __doc__, "three of the six cases, each plan once")
+    options_of.add_argument("--cases", nargs="+", choices=[*TRACES], metavar="NAME", help="only these cases")
+    options = options_of.parse_args(arguments)
+    return exit_code("layers_emulated", lambda: _run(options))
+
+
+def _run(options: argparse.Namespace) -> int:
+    load = load_before()
+    print(f"{load}; emulated cluster on the CPU", flush=True)
     quick = ("layer freezing", "early exit", "gradual pruning")
     names = options.cases or [name for name in TRACES if not options.quick or name in quick]
     cases = {name: _pipelines(name) for name in names}
     width, rows, uniform = max(map(len, names)), [], {}
     print(f"{'':{width}}  {'':18}  measured  simulated  ratio  speedup  predicted", flush=True)
-    try:
-        for stages in sorted({plan.stages for _, plans, _ in cases.values() for plan in plans.values()}, reverse=True):
-            own = [(n, m) for n, (_, plans, _) in cases.items() for m, plan in plans.items() if plan.stages == stages]
-            jobs = []
-            for name, method in own:
-                cost, plans, share = cases[name]
-                jobs.append((cost, plans[method], share if method == _FILLED else 0.0))
-            found = measure(stages, jobs, 1 if options.quick else 2)
-            for (name, method), (cost, plan, share), seconds in zip(own, jobs, found, strict=True):
-                uniform.setdefault(name, seconds)  # the first plan of a case
-                simulated, before = _simulated(cost, plan, share), _simulated(cost, cases[name][1]["uniform"], 0.0)
-                rows.append(Row(name, method, seconds, simulated, uniform[name] / seconds, before / simulated))
-                print(rows[-1].line(width), flush=True)
-    except (RankFailed, RunTimeout) as error:
-        print(f"layers_emulated: {error}", *getattr(error, "tail", ()), sep="\n", file=sys.stderr)
-        return 1
-    if options.json:
-        table = [asdict(row) | {"within": row.within} for row in rows]
-        write_text(options.json, json.dumps({"load": load, "rows": table}, indent=1) + "\n")
+    for stages in sorted({plan.stages for _, plans, _ in cases.values() for plan in plans.values()}, reverse=True):
+        own = [(n, m) for n, (_, plans, _) in cases.items() for m, plan in plans.items() if plan.stages == stages]
+        jobs = []
+        for name, method in own:
+            cost, plans, share = cases[name]
+            jobs.append((cost, plans[method], share if method == _FILLED else 0.0))
+        found = measure(stages, jobs, 1 if options.quick else 2)
+        for (name, method), (cost, plan, share), seconds in zip(own, jobs, found, strict=True):
+            uniform.setdefault(name, seconds)  # the first plan of a case
+            simulated, before = _simulated(cost, plan, share), _simulated(cost, cases[name][1]["uniform"], 0.0)
+            rows.append(Row(name, method, seconds, simulated, uniform[name] / seconds, before / simulated))
+            print(rows[-1].line(width), flush=True)
+    write_rows(options.json, rows, "within", load=load)
     return 0 if all(row.within for row in rows) else 1
 
 

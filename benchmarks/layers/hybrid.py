@@ -12,20 +12,17 @@ With --emulated the pipelines also run by the clock, over gloo with stages as ti
 seconds, with --emulated a minute on two idle cores. Exit code 1 if an emulated step is more than 5 % off the simulated.
 """
 
-import argparse
-import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 import numpy as np
 
 from balancing.cluster import Cluster
-from balancing.files import write_text
 from balancing.layers import LayerSeconds, Pipeline, StagePlan, migration_seconds, plan_pipeline, plan_stages
 from balancing_tools.whatif import read_flags
 from balancing_tools.whatif.step import StepModel
+from benchmarks.command import parser, write_rows
 
 __all__ = ["CASES", "MODELS", "Case", "Row", "command_line", "main", "rows"]
 
@@ -168,17 +165,12 @@ def rows(cases: Sequence[Case] = CASES, *, emulated: bool = False) -> list[Row]:
     found = [_case(case) for case in cases]
     if not emulated:
         return [row for row, _, _ in found]
-    from benchmarks.layers.emulated import measure
+    from benchmarks.layers.emulated import measure, slowed
 
     measured = []
     for row, cost, plans in found:
         slower = _STEP / row.seconds[0]
-        slow = LayerSeconds(
-            cost.forward * slower,
-            cost.backward * slower,
-            (cost.embedding[0] * slower, cost.embedding[1] * slower),
-            (cost.head[0] * slower, cost.head[1] * slower),
-        )
+        slow = slowed(cost, slower)
         seconds = measure(plans[0].stages, [(slow, plan, 0.0) for plan in plans], 2)
         ratios = [one / slow.simulate(plan, _MICRO_BATCHES).step_time for one, plan in zip(seconds, plans, strict=True)]
         measured.append(Row(**{**vars(row), "measured": tuple(ratios)}))
@@ -187,20 +179,17 @@ def rows(cases: Sequence[Case] = CASES, *, emulated: bool = False) -> list[Row]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.layers.hybrid", description=(__doc__ or "").partition("\n")[0]
+    options_of = parser("layers.hybrid", __doc__)
+    options_of.add_argument("--emulated", action="store_true", help="also run the pipelines on emulated ranks")
+    options_of.add_argument(
+        "--cases", nargs="+", metavar="NAME", choices=[each.name for each in CASES], help="only these"
     )
-    parser.add_argument("--emulated", action="store_true", help="also run the pipelines on emulated ranks")
-    parser.add_argument("--cases", nargs="+", metavar="NAME", choices=[case.name for case in CASES], help="only these")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write the rows to this file")
-    options = parser.parse_args(arguments)
+    options = options_of.parse_args(arguments)
     cases = [case for case in CASES if not options.cases or case.name in options.cases]
     found = rows(cases, emulated=options.emulated)
     for row in found:
         print(*row.lines(), sep="\n")
-    if options.json:
-        table = [asdict(row) | {"gain": row.gain} for row in found]
-        write_text(options.json, json.dumps(table, indent=1) + "\n")
+    write_rows(options.json, found, "gain")
     return 0 if all(row.within for row in found) else 1
 
 

@@ -1,6 +1,6 @@
 """Partitions by what layers cost serially, by what they compute, and by their share of a step with overlapped messages.
 
-    python -m benchmarks.layers.overlap [--quick] [--emulated] [--json FILE]
+    python -m benchmarks.layers.overlap [--quick] [--json FILE]
 
 4 and 8 stages of 2 chunks, 32 micro-batches. With `--overlap-moe-expert-parallel-comm` Megatron-LM runs the forward
 pass of one micro-batch in turn with the backward pass of another, layer by layer, on one stream for computation and one
@@ -19,40 +19,30 @@ training measures (`balancing.report.exposed`) in the simulated events, under eq
 to three times under the plan before. As in training, a plan that makes the step longer is taken back. Columns s, c and
 m are these three: speedups over equal numbers of layers with overlap and without, and for the step with overlap what
 the planner predicts with these costs, over the simulated step. Takes half a minute.
-
---emulated runs the steps of "dense half" with messages of 2.0 on 4 emulated ranks instead: Megatron-LM's own
-interleaved schedule over gloo, with overlap and without, each call as a timed wait for as long as it takes in the
-simulation. Takes two minutes on two idle cores.
 """
 
-import argparse
-import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from itertools import groupby
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
-from balancing.files import write_text
 from balancing.layers import LayerSeconds, Pipeline, StagePlan, plan_pipeline
 from balancing.layers.measurements import join_ranks, layer_seconds
 from balancing.layers.plan import plan_stages
 from balancing.pipeline import Schedule, operations, simulate_schedule
 from balancing.report import RankRecord, Span
 from balancing.report.exposed import exposed_spans
-from benchmarks.layers.emulated import run_pipelines
+from benchmarks.command import parser, show_table, write_rows
 
 __all__ = ["Model", "Row", "measured_cost", "overlapped_step", "rows"]
 
 _CHUNKS, _MICRO_BATCHES = 2, 32
 _IN_PARTS = Schedule(in_parts=True)
-_ROUNDS, _EMULATED_STEP = 3, 5.0
+_ROUNDS = 3
 _SHARES = (0.5, 1.0, 2.0)
 
 
@@ -270,50 +260,6 @@ def _at(case: str, stages: int, share: float, model: Model) -> Row:
     )
 
 
-def _emulate() -> list[dict[str, Any]]:
-    """Steps on emulated ranks and in the simulation, in seconds."""
-    stages = 4
-    model = dict(_models(2.0))["dense half"]
-    equal, partitions = _partitions(model, stages)
-    serially = model.cost(messages=True)
-    jobs, table = [], []
-    zeros = [[0.0] * _CHUNKS] * stages
-    for overlap in (True, False):
-        plans = {"equal": equal} | {
-            name: plan if overlap else _plan(cost, stages, Schedule()) for name, (cost, plan) in partitions.items()
-        }
-        stretch = 0.0
-        for name, plan in plans.items():
-            simulated = overlapped_step(model, plan) if overlap else serially.step_seconds(plan, _MICRO_BATCHES)
-            stretch = stretch or _EMULATED_STEP / simulated
-            table.append({"overlap": overlap, "partition": name, "simulated": simulated * stretch})
-            job: dict[str, Any] = {"forward": zeros, "backward": zeros, "micro_batches": _MICRO_BATCHES, "repeats": 2}
-            if overlap:
-                chunks = [[_bounds(plan, stage, chunk) for chunk in range(_CHUNKS)] for stage in range(stages)]
-                job["calls"] = [
-                    [[model.calls(ahead, back).seconds * stretch for back in (*own, None)] for ahead in (*own, None)]
-                    for own in chunks
-                ]
-            else:
-                forward, backward = serially.stage_seconds(plan)
-                job |= {"forward": (forward * stretch).tolist(), "backward": (backward * stretch).tolist()}
-            jobs.append(job)
-    for row, seconds in zip(table, run_pipelines(stages, jobs), strict=True):
-        row["measured"] = seconds
-    return table
-
-
-def _print_emulated(table: list[dict[str, Any]]) -> None:
-    print(f"{'':22}  measured  simulated  ratio  speedup  simulated")
-    for row in table:
-        equal = next(each for each in table if each["overlap"] == row["overlap"])
-        name = f"{'overlap' if row['overlap'] else 'without'}, {row['partition']}"
-        gains = (equal[kind] / row[kind] for kind in ("measured", "simulated"))
-        ratio = row["measured"] / row["simulated"]
-        print(f"{name:22}  {row['measured']:6.3f} s  {row['simulated']:7.3f} s  {ratio:.3f}", end="")
-        print(*(f"  {gain:7.3f}" for gain in gains))
-
-
 def rows(stages: Sequence[int] = (4, 8), shares: Sequence[float] = _SHARES) -> list[Row]:
     names = [name for name, _ in _models(1.0)]
     cases = [(name, many, share, dict(_models(share))[name]) for name in names for many in stages for share in shares]
@@ -321,27 +267,16 @@ def rows(stages: Sequence[int] = (4, 8), shares: Sequence[float] = _SHARES) -> l
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="four stages, one size of messages")
-    parser.add_argument("--emulated", action="store_true", help="steps on emulated ranks")
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
-    args = parser.parse_args()
-    if args.emulated:
-        emulated = _emulate()
-        _print_emulated(emulated)
-        if args.json:
-            write_text(args.json, json.dumps(emulated, indent=1) + "\n")
-        return
-    found = rows((4,), (1.0,)) if args.quick else rows()
-    table = Table("", "stages", "messages", "exposed", "overlap: s", "c", "m", "without: s", "c", "m", "predicted: s",
-                  "c", "m", box=None)  # fmt: skip
+    options = parser("layers.overlap", __doc__, "four stages, one size of messages").parse_args()
+    found = rows((4,), (1.0,)) if options.quick else rows()
+    of_kinds = [name for kind in ("overlap", "without", "predicted") for name in (f"{kind}: s", "c", "m")]
+    lines = []
     for row in found:
         gains = [f"{gain:.3f}" for gain in (*row.overlapped, *row.serial)]
         said = [f"{share:.2f}" for share in row.predicted]
-        table.add_row(row.case, f"{row.stages}", f"{row.messages:.1f}", f"{row.exposed:.0%}", *gains, *said)
-    Console(width=120).print(table)
-    if args.json:
-        write_text(args.json, json.dumps([asdict(row) for row in found], indent=1) + "\n")
+        lines.append((row.case, f"{row.stages}", f"{row.messages:.1f}", f"{row.exposed:.0%}", *gains, *said))
+    show_table("", ("case", "stages", "messages", "exposed", *of_kinds), lines)
+    write_rows(options.json, found)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Gain and cost of planners of layers during the training of six kinds of dynamic models.
 
-    python -m benchmarks.layers.plans [--quick] [--json FILE] [--figure FILE.png]
+    python -m benchmarks.layers.plans [--quick] [--json FILE]
     python -m benchmarks.layers.plans --trace benchmarks/traces/*.npz
 
 - Training: a run of each of DynMo's six cases on 8 stages, 32 and 48 layers, 32 micro-batches, 4000 iterations of which
@@ -18,8 +18,6 @@
     optimal, 2 chunks, gate    plans of such chunks, 2, 3 and 4 a stage, refined by simulation, also from the plan in
                         force
     whole layers        a bound: the slowest stage of the best plan, without warm-up and cool-down
-- Reach: costs under which the best plan is as far ahead of the uniform one as DynMo's "up to" figure.
-- Re-pack: 6, 4 and 2 stages instead of 8, against DynMo's published rule, first fit by memory.
 - Time: of one plan, processor time of one thread, the quickest of several.
 
 With --trace, only the first of these, over costs that `benchmarks.layers.record` took from real training of a small
@@ -30,44 +28,38 @@ with --quick less than one. Exit code 1 if a row misses its target.
 """
 
 import argparse
-import json
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
-from balancing.files import write_text
 from balancing.layers import (
     CostAverage,
     Gate,
     LayerSeconds,
     Pipeline,
     Predicted,
-    Running,
     StagePlan,
     migration_seconds,
     plan_partition,
     plan_pipeline,
     plan_stages,
     refine_plan,
-    repack_options,
 )
 from balancing.layers.config import LayerConfig
 from balancing.layers.plan import METHODS, ONE_CHUNK
-from balancing.pipeline import simulate_schedule
-from benchmarks.baselines.layers import deepspeed_plan, first_fit
+from benchmarks.baselines.layers import deepspeed_plan
+from benchmarks.command import exit_code, load_before, parser, show_table, write_rows
 from benchmarks.layers.record import replay
 from benchmarks.layers.traces import TRACES, Trace, trace
 
-__all__ = ["Row", "reach", "reach_settings", "recorded", "repack", "times", "training"]
+__all__ = ["Row", "reach_settings", "recorded", "times", "training"]
 
 _STAGES, _MICRO_BATCHES = 8, 32
 _BANDWIDTH, _REBUILD = 50e9, 0.25
@@ -279,48 +271,6 @@ def reach_settings() -> list[Reach]:
     ]  # fmt: skip
 
 
-def reach() -> Iterator[Row]:
-    """Speedups of the best plans in `reach_settings`, 8 stages."""
-    for name, setting, cost, times_stages in reach_settings():
-        count = times_stages * _STAGES
-        uniform = plan_stages(cost.total, _STAGES, method="uniform")
-        plan = refine_plan(plan_stages(cost.total, _STAGES, head=sum(cost.head)), cost, count)
-        seconds = cost.simulate(plan, count).step_time
-        speedup, paper = cost.simulate(uniform, count).step_time / seconds, TRACES[name][1]
-        yield Row("reach", f"{name}: {setting}", "optimal", seconds, "layers", speedup, speedup / paper,
-                  more={"paper": paper})  # fmt: skip
-
-
-def repack(iterations: int) -> Iterator[Row]:
-    """Fewer stages at the end of training, 48 layers; figures over the uniform plan on all 8."""
-    for name in ("early exit", "layer freezing", "gradual pruning"):
-        run = _Run(trace(name, 48, iterations))
-        cost, now = run.trace.costs[-1], plan_stages(np.ones(48), _STAGES, method="uniform")
-        before = cost.simulate(now, _MICRO_BATCHES, transfer=run.transfer).step_time
-        held = np.array([run.trace.layer_bytes[list(chunk)].sum() for (chunk,) in now.chunks])
-        for size in repack_options(Running(cost, now, _MICRO_BATCHES), min_stages=2, transfer=run.transfer):
-            if size.stages % 2:
-                continue
-            assert size.plan is not None, size.reason
-            plans = {"optimal": [list(chunk) for (chunk,) in size.plan.chunks]}
-            if size.stages < _STAGES:
-                # As much memory as it takes to reach the size, so that first fit is not blamed for a limit.
-                plans["first fit"] = [list(part) for part in first_fit(now, held, 2 * held.sum(), size.stages)]
-            for method, parts in plans.items():
-                seconds = _simulate(cost, parts, run.transfer)
-                more = {"gpu_hours": seconds * size.stages / (before * _STAGES), "most": float(max(map(len, parts)))}
-                yield Row("re-pack", f"{name}, {size.stages} stages", method, seconds, "s", before / seconds,
-                          before / seconds * _STAGES / size.stages, more=more)  # fmt: skip
-
-
-def _simulate(cost: LayerSeconds, parts: list[list[int]], transfer: float) -> float:
-    """A step under any distribution of layers, in this order."""
-    passes = np.array([[cost.forward[part].sum(), cost.backward[part].sum()] for part in parts])
-    passes[0] += cost.embedding
-    passes[-1] += cost.head
-    return simulate_schedule(passes[:, 0], passes[:, 1], _MICRO_BATCHES, transfer=transfer).step_time
-
-
 def times(repeats: int) -> Iterator[Row]:
     """Milliseconds of one plan of 128 layers on 32 stages, from a plan in force."""
     draw = np.random.default_rng(0)
@@ -345,8 +295,6 @@ def times(repeats: int) -> Iterator[Row]:
 _HEADS = {
     "training": ("case", "method", "seconds", "speedup", "best step", "of oracle", "of bound", "moves", "plan", "move",
                  "rebuild", "overhead", "paper", "target"),
-    "reach": ("case", "speedup", "paper"),
-    "re-pack": ("case", "method", "step", "throughput", "GPU-hours", "per GPU", "most layers"),
     "time": ("case", "method", "ms", "slowest", "/ allowed", "target"),
 }  # fmt: skip
 
@@ -361,68 +309,37 @@ def _cells(row: Row) -> tuple[str, ...]:
             shares = (f"{more[name]:.1%}" for name in ("of_oracle", "of_bound"))
             return (row.case, row.method, f"{row.figure:.1f}", speedup, f"{more['best_iteration']:.2f}", *shares,
                     *counted, f"{more['paper']:.2f}", met)  # fmt: skip
-        case "reach":
-            return row.case, speedup, f"{more['paper']:.2f}"
-        case "re-pack":
-            return (row.case, row.method, f"{row.figure * 1e3:.0f} ms", speedup, f"{more['gpu_hours']:.3f}",
-                    f"{row.to_limit:.2f}", f"{more['most']:.0f}")  # fmt: skip
         case _:
             return row.case, row.method, f"{row.figure:.2f}", f"{more['slowest']:.2f}", f"{row.to_limit:.2f}", met
 
 
-def _show(rows: Sequence[Row], console: Console) -> None:
-    for section, heads in _HEADS.items():
-        if not any(row.section == section for row in rows):
-            continue
-        table = Table(title=section, title_justify="left", box=None, pad_edge=False)
-        for head in heads:
-            table.add_column(head, justify="left" if head in ("case", "method", "target") else "right", no_wrap=True)
-        last = ""
-        for row in rows:
-            if row.section == section:
-                case, *rest = _cells(row)
-                table.add_row(case if case != last else "", *rest)
-                last = case
-        console.print(table, "")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code: 1 if a target was missed."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.layers.plans", description=(__doc__ or "").partition("\n")[0]
-    )
-    parser.add_argument("--quick", action="store_true", help="shorter runs, one number of layers; under a minute")
-    parser.add_argument("--layers", type=int, nargs="+", metavar="N", help="numbers of layers (default: 32 48)")
-    parser.add_argument("--trace", type=Path, nargs="+", metavar="FILE", help="only replay these recordings")
-    parser.add_argument("--json", metavar="FILE", help="write the rows to FILE")
-    parser.add_argument("--figure", metavar="FILE", help="draw the speedups into FILE, in the format of its suffix")
-    options = parser.parse_args(arguments)
-    load = os.getloadavg()[0]
-    iterations = 800 if options.quick else 4000
+    options_of = parser("layers.plans", __doc__, "shorter runs, one number of layers; under a minute")
+    options_of.add_argument("--layers", type=int, nargs="+", metavar="N", help="numbers of layers (default: 32 48)")
+    options_of.add_argument("--trace", type=Path, nargs="+", metavar="FILE", help="only replay these recordings")
+    options = options_of.parse_args(arguments)
+    return exit_code("layers", lambda: _run(options))
+
+
+def _run(options: argparse.Namespace) -> int:
+    load, iterations = load_before(), 800 if options.quick else 4000
     sizes = options.layers or ([32] if options.quick else [32, 48])
     try:
         traces = [replay(path, count, iterations) for path in options.trace or () for count in sizes]
     except (OSError, ValueError) as error:
-        print(f"layers: --trace: {error}", file=sys.stderr)
-        return 2
+        raise ValueError(f"--trace: {error}") from None
     with Progress(console=Console(stderr=True), transient=True) as progress:
         rows = list(recorded(traces, progress) if traces else training(sizes, iterations, progress))
     if not traces:
-        rows += [*reach(), *repack(iterations), *times(5 if options.quick else 20)]
-    try:
-        if options.json:
-            table = [asdict(row) for row in rows]
-            write_text(options.json, json.dumps({"load": load, "rows": table}, indent=1) + "\n")
-        if options.figure:
-            from benchmarks.layers.figure import draw  # matplotlib takes a while to import
-
-            draw([asdict(row) for row in rows], Path(options.figure))
-    except (ValueError, OSError) as error:
-        print(f"layers: {error}", file=sys.stderr)
-        return 2
-    kind = "recorded" if options.trace else "modelled"
-    print(f"{os.cpu_count()} cores, load {load:.1f} before the start; {kind} costs, simulated steps\n")
-    _show(rows, Console(width=max(180, Console().width)))
+        rows += times(5 if options.quick else 20)
+    write_rows(options.json, rows, load=load)
+    print(f"{load}; {'recorded' if traces else 'modelled'} costs, simulated steps\n")
+    for section, heads in _HEADS.items():
+        if own := [_cells(row) for row in rows if row.section == section]:
+            before = ["", *(case for case, *_ in own)]
+            lines = [(case if case != last else "", *rest) for last, (case, *rest) in zip(before, own, strict=False)]
+            show_table(section, heads, lines, 180)
     return 0 if all(row.met for row in rows) else 1
 
 

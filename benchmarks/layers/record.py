@@ -15,9 +15,6 @@ of a layer by that ratio, as the modelled trace does.
 """
 
 import argparse
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -27,27 +24,23 @@ import numpy as np
 from balancing.layers import LayerSeconds
 from balancing.report import History, read_history
 from benchmarks.layers.traces import EXPERT_SHARE, TRACES, Trace, trace
-from benchmarks.pinned import DYNAMIC, REPOSITORY, prepare_corpus
+from benchmarks.pinned import DYNAMIC, SMALL, prepare_corpus, train_alone
 from benchmarks.settings import scheme_flags
 
 __all__ = ["FLAGS", "record", "replay"]
 
 LAYERS, ITERATIONS, _WARM_UP, _WINDOW = 32, 80, 2, 15
-_TIMEOUT = 600.0  # seconds of a run
 # Freed memory is kept. Given back, each backward pass would fetch it anew, and its first layers seem to cost more.
 _ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
     "MALLOC_MMAP_THRESHOLD_": str(2**32),
     "MALLOC_TRIM_THRESHOLD_": str(2**34),
 }
 MODEL = (
-    f"--device cpu --num-layers {LAYERS} --hidden-size 128 --ffn-hidden-size 512 --num-attention-heads 4 "
-    "--seq-length 512 --max-position-embeddings 512 --position-embedding-type rope --normalization RMSNorm "
-    "--disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 "
-    "--micro-batch-size 1 --global-batch-size 1 --lr 1e-3 --eval-interval 100000 --eval-iters 0 --num-workers 0 "
-    "--log-interval 10 --tokenizer-type NullTokenizer --vocab-size 258 --null-tokenizer-eod-id 256 "
-    "--null-tokenizer-pad-id 257 --split 100,0,0"
+    f"{SMALL} "
+    f"--num-layers {LAYERS} --hidden-size 128 --ffn-hidden-size 512 --num-attention-heads 4 --seq-length 512 "
+    "--max-position-embeddings 512 --normalization RMSNorm --disable-bias-linear "
+    "--untie-embeddings-and-output-weights --micro-batch-size 1 --global-batch-size 1 --lr 1e-3 --num-workers 0 "
+    "--log-interval 10"
 ).split()
 FLAGS = {
     "layer freezing": "--freeze-layers 24 --freeze-layers-start 10 --freeze-layers-interval 2",
@@ -71,20 +64,16 @@ def record(scheme: str, folder: Path) -> dict[str, np.ndarray]:
     fullest: [iteration, layer], tokens of the fullest expert over the mean; ones without experts.
     """
     report = folder / "report"
-    command = [sys.executable, str(REPOSITORY / DYNAMIC), *MODEL, *prepare_corpus(folder)]
-    command += [*FLAGS[scheme].split(), "--train-iters", str(ITERATIONS), "--balance-report", str(report)]
-    environment = os.environ | _ENVIRONMENT
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=_TIMEOUT)
-    if done.returncode:
-        raise SystemExit(f"training failed with exit code {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}")
+    flags = [*MODEL, *prepare_corpus(folder), *FLAGS[scheme].split(), "--train-iters", str(ITERATIONS)]
+    train_alone([*flags, "--balance-report", str(report)], _ENVIRONMENT)
     history = read_history(report)
     iterations = sorted(history.layers)[_WARM_UP:]
     seconds = np.array([_seconds(history, iteration) for iteration in iterations])
     fullest = np.array([_fullest(history, iteration) for iteration in iterations])
-    flags = " ".join([*MODEL, *FLAGS[scheme].split()])
+    shown = " ".join([*MODEL, *FLAGS[scheme].split()])
     return {
         "scheme": np.array(scheme),
-        "command": np.array(f"python -m benchmarks.layers.record --scheme '{scheme}': {DYNAMIC} {flags}"),
+        "command": np.array(f"python -m benchmarks.layers.record --scheme '{scheme}': {DYNAMIC} {shown}"),
         "seconds": seconds.astype(np.float16),  # to a tenth of a percent
         "fullest": fullest.astype(np.float16),
     }

@@ -15,9 +15,6 @@ neither of them waits; so the quickest step is given beside the median. Losses o
 since its norm is summed stage by stage. Exit code 1 if they do not agree, or if layers did not move.
 """
 
-import argparse
-import json
-import os
 import statistics
 import sys
 import tempfile
@@ -27,10 +24,10 @@ from typing import Any
 import numpy as np
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
-from balancing.files import write_text
 from balancing.layers import LayerSeconds, StagePlan
 from balancing.report import read_history
-from benchmarks.pinned import DYNAMIC, prepare_corpus, step_milliseconds
+from benchmarks.command import load_before, parser, show_rows, write_rows
+from benchmarks.pinned import DYNAMIC, SMALL, prepare_corpus, step_milliseconds
 from benchmarks.settings import scheme_flags
 
 __all__ = ["bound", "measure"]
@@ -39,14 +36,13 @@ _LAYERS, _MICRO_BATCHES = 12, 8
 _CHANGE, _INTERVAL = 4, 4  # steps before the model changes, and between decisions about layers
 _MOVED = _CHANGE + _INTERVAL  # steps when layers have moved
 MODEL = (
-    f"--device cpu --num-layers {_LAYERS} --hidden-size 256 --ffn-hidden-size 1024 --num-attention-heads 4 "
-    "--seq-length 192 --max-position-embeddings 192 --position-embedding-type rope --normalization RMSNorm "
-    "--disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 "
+    f"{SMALL} "
+    f"--num-layers {_LAYERS} --hidden-size 256 --ffn-hidden-size 1024 --num-attention-heads 4 --seq-length 192 "
+    "--max-position-embeddings 192 --normalization RMSNorm --disable-bias-linear "
+    "--untie-embeddings-and-output-weights --pipeline-model-parallel-size 2 --micro-batch-size 1 "
     "--train-iters 1000 "  # of which the first are run, so that the gate has something to gain
-    f"--pipeline-model-parallel-size 2 --micro-batch-size 1 --global-batch-size {_MICRO_BATCHES} --lr 1e-3 "
-    "--clip-grad 0 --eval-interval 100000 --eval-iters 0 --log-interval 1 --tensorboard-log-interval 1 "
-    "--num-workers 0 --tokenizer-type NullTokenizer --vocab-size 258 --null-tokenizer-eod-id 256 "
-    "--null-tokenizer-pad-id 257 --split 100,0,0"
+    f"--global-batch-size {_MICRO_BATCHES} --lr 1e-3 --clip-grad 0 --log-interval 1 --tensorboard-log-interval 1 "
+    "--num-workers 0"
 ).split()
 CASES = {
     "freezing": f"--freeze-layers 6 --freeze-layers-start {_CHANGE}",
@@ -132,7 +128,7 @@ def measure(case: str, steps: int, rounds: int) -> tuple[list[dict[str, Any]], l
                 "bound": speedup,
                 "ratio_to_limit": speedup / ratio,
                 "layers": first if kind == "static" else [line["layout_after"] for m in moves for line in m],
-                "move_ms": None if kind == "static" else [line["apply_ms"] for m in moves for line in m],
+                "move_ms": max((line["apply_ms"] for m in moves for line in m if kind != "static"), default=None),
                 "loss_difference": apart,
                 "loss": each[0][-1],
                 "steps": len(found[kind]["moved"]),
@@ -142,37 +138,23 @@ def measure(case: str, steps: int, rounds: int) -> tuple[list[dict[str, Any]], l
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="freezing alone, fewer steps, noisier figures")
-    parser.add_argument("--cases", nargs="+", choices=[*CASES], metavar="NAME", help="only these")
-    parser.add_argument("--json", metavar="FILE", help="also write the rows to FILE")
-    options = parser.parse_args()
-    load = os.getloadavg()[0]
+    options_of = parser("layers.training", __doc__, "freezing alone, fewer steps, noisier figures")
+    options_of.add_argument("--cases", nargs="+", choices=[*CASES], metavar="NAME", help="only these")
+    options = options_of.parse_args()
+    load = load_before()
     rows, wrong = [], []
     for case in options.cases or [case for case in CASES if not options.quick or case == "freezing"]:
         own, complaints = measure(case, *((5, 1) if options.quick else (8, 2)))
         rows += own
         wrong += complaints
-    after = os.getloadavg()[0]
-    print(f"{os.cpu_count()} cores, load {load:.1f} at the start, {after:.1f} at the end; seconds of a step, medians")
+    print(f"{load}; seconds of a step, medians")
     print(f"layers may move every {_INTERVAL} steps\n")
-    print(
-        f"{'':>10} {'':>9} {'before':>7} {'changed':>8} {'moved':>7} {'speedup':>8} {'quickest':>9} {'speedup':>8} "
-        f"{'bound':>6} {'move, s':>8} {'losses apart':>13} {'steps':>6}"
-    )
-    for row in rows:
-        before, changed, moved = (row[f"{when}_ms"] / 1e3 for when in ("before", "changed", "moved"))
-        move = "" if row["move_ms"] is None else f"{max(row['move_ms'], default=0.0) / 1e3:.2f}"
-        print(
-            f"{row['case']:>10} {row['method']:>9} {before:>7.3f} {changed:>8.3f} {moved:>7.3f} "
-            f"{row['speedup']:>8.3f} {row['quickest_ms'] / 1e3:>9.3f} {row['quickest_speedup']:>8.3f} "
-            f"{row['bound']:>6.3f} {move:>8} "
-            f"{row['loss_difference']:>13.1e} {row['steps']:>6}"
-        )
+    show_rows("case; method; before, ms=before_ms:.0f; changed, ms=changed_ms:.0f; moved, ms=moved_ms:.0f; "
+              "quickest, ms=quickest_ms:.0f; speedup=speedup:.3f; by quickest=quickest_speedup:.3f; bound=bound:.3f; "
+              "move, ms=move_ms:.0f; losses apart=loss_difference:.1e; steps", rows)  # fmt: skip
     for complaint in wrong:
         print(f"layers_training: {complaint}", file=sys.stderr)
-    if options.json:
-        write_text(options.json, json.dumps({"load": [load, after], "rows": rows}, indent=1) + "\n")
+    write_rows(options.json, rows, load=load)
     return 1 if wrong else 0
 
 

@@ -23,7 +23,7 @@ import numpy as np
 from balancing.cluster import Cluster
 from balancing.kernels.pairs import causal_area
 from balancing.sequences import AttentionShape
-from balancing.sequences.cost import exposed_seconds, hidden_seconds, linear_seconds, token_bytes
+from balancing.sequences.cost import hidden_seconds, linear_seconds, token_bytes
 
 __all__ = ["bound_seconds", "least_crossing"]
 
@@ -54,17 +54,14 @@ def least_crossing(lengths: Sequence[int], nodes: int, most: float) -> tuple[flo
     return max(forward, total / nodes), max(backward, 2 * total / nodes)
 
 
-def bound_seconds(lengths: Sequence[int], cluster: Cluster, shape: AttentionShape, *, exposes: bool = False) -> float:
-    """Seconds of a step. exposes: whether compute hides as much as the cost model says of gathering, instead of all."""
+def bound_seconds(lengths: Sequence[int], cluster: Cluster, shape: AttentionShape) -> float:
+    """Seconds of a step whose compute hides all transfers as long as it lasts."""
     mean = causal_area(lengths) / cluster.nodes
     token_seconds = token_bytes(shape) / (cluster.nics_per_node * cluster.nic_bandwidth)
     found = []
     for low, high in pairwise(np.geomspace(1.0, cluster.nodes, _AREAS)):  # compute of the one, bytes of the other
         exchange = [tokens * token_seconds for tokens in least_crossing(lengths, cluster.nodes, high * mean)]
         compute = hidden_seconds(low * mean / cluster.ranks_per_node, cluster, shape)
-        if exposes:
-            exposed = exposed_seconds((exchange[0], exchange[1]), compute, gathers=True)
-        else:
-            exposed = max(0.0, exchange[0] - compute) + max(0.0, exchange[1] - _BACKWARD * compute)
+        exposed = max(0.0, exchange[0] - compute) + max(0.0, exchange[1] - _BACKWARD * compute)
         found.append((1 + _BACKWARD) * compute + exposed)
     return linear_seconds(sum(lengths) / cluster.world_size, cluster, shape) + shape.layers * min(found)

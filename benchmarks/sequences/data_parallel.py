@@ -19,25 +19,20 @@ Nothing is trained here. Takes a quarter of a minute on one core. Exit code 1 if
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from balancing.cluster import Cluster
-from balancing.files import write_text
 from balancing.sequences import AttentionShape, SequencePlan, plan_micro_batches, step_cost
 from balancing.sequences.micro_batches import document_seconds
 from balancing.sequences.plan import plan_attention
 from benchmarks.baselines.data_parallel import DEALS, Dealt, as_drawn, deal
+from benchmarks.command import Row, exit_code, load_before, parser, show_methods, write_rows
 from benchmarks.sequences.lengths import draw_lengths
 
-__all__ = ["Row", "main"]
+__all__ = ["main"]
 
 _SHAPE, _PRESET = AttentionShape(4096, 32, 8, 32, 14336), "h200-8x400g"
 _SEQUENCES = 16  # of a rank and step
@@ -68,29 +63,6 @@ SOURCES: dict[str, tuple[int, Callable[[int, np.random.Generator], np.ndarray]]]
 }
 _METHODS = (*DEALS, "ranks first", "balanced")
 _TOKENS, _AREA, _APART, _TOGETHER = "tokens / limit", "area max / mean", "step, apart", "step, together"
-
-
-@dataclass(frozen=True)
-class Row:
-    """One measurement, the worst of several steps; less is better.
-
-    section, case, method: of the table.
-    figure: of it.
-    to_drawn, to_limit: over that of the sequences as drawn, and over the least possible one.
-    target: bound of the figure; None for none.
-    """
-
-    section: str
-    case: str
-    method: str
-    figure: float
-    to_drawn: float
-    to_limit: float
-    target: float | None = None
-
-    @property
-    def met(self) -> bool:
-        return self.target is None or self.figure <= self.target + 1e-9
 
 
 def _balanced(lengths: np.ndarray, ranks: int, limit: int, alone: Cluster) -> Dealt:
@@ -208,38 +180,16 @@ def _rows(quick: bool) -> Iterator[Row]:
                 yield Row(section, f"{name}, {ranks} ranks", method, figure, figure / drawn, figure, target)
 
 
-def _show(rows: Sequence[Row], console: Console) -> None:
-    """A table a section: a line a case, a column a method."""
-    for section in dict.fromkeys(row.section for row in rows):
-        own = [row for row in rows if row.section == section]
-        methods = list(dict.fromkeys(row.method for row in own))
-        table = Table(title=section, title_justify="left", box=None, pad_edge=False)
-        for head in ("case", *methods):
-            table.add_column(head.replace(" + ", "\n+ "), justify="left" if head == "case" else "right")
-        for case in dict.fromkeys(row.case for row in own):
-            line = {row.method: row for row in own if row.case == case}
-            cells = [f"{line[method].figure:.2f}" + ("" if line[method].met else " MISSED") for method in methods]
-            table.add_row(case, *cells)
-        console.print(table, "")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code: 1 if a target was missed, 2 for bad input."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.sequences.data_parallel", description=(__doc__ or "").partition("\n")[0]
-    )
-    parser.add_argument("--quick", action="store_true", help="one step each, 8 ranks alone")
-    parser.add_argument("--json", metavar="FILE", help="write the rows to FILE")
-    options = parser.parse_args(arguments)
+    options = parser("sequences.data_parallel", __doc__, "one step each, 8 ranks alone").parse_args(arguments)
+    return exit_code("data_parallel", lambda: _run(options))
+
+
+def _run(options: argparse.Namespace) -> int:
     rows = sorted(_rows(options.quick), key=lambda row: [_TOKENS, _AREA, _APART, _TOGETHER].index(row.section))
-    try:
-        if options.json:
-            table: Any = [asdict(row) | {"met": row.met} for row in rows]
-            write_text(options.json, json.dumps(table, indent=1) + "\n")
-    except OSError as error:
-        print(f"data_parallel: {error}", file=sys.stderr)
-        return 2
-    _show(rows, Console(width=max(160, Console().width)))
+    write_rows(options.json, rows, "met", load=load_before())
+    show_methods(rows, lambda section: 2, lambda row: False)
     return 0 if all(row.met for row in rows) else 1
 
 

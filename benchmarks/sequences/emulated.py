@@ -1,7 +1,6 @@
 """Step time with documents of very different length, by method and beside the physical limit; emulated.
 
-    python -m benchmarks.sequences.emulated [--quick] [--cluster "2 x 8"|"4 x 4"] [--samples] [--host-free]
-                                            [--json FILE] [--figure FILE.png]
+    python -m benchmarks.sequences.emulated [--quick] [--cluster "2 x 8"|"4 x 4"] [--samples] [--host-free] ...
 
 One layer, forward and backward, of one micro-batch with 4k tokens a rank (Zeppelin's regime), on 16 processes of an
 emulated cluster with fewer NICs than ranks. Keys, values, gradients and remapped tokens really move, through
@@ -14,8 +13,6 @@ hierarchical context parallelism (`benchmarks.sequences.peers`), hybrid for Mega
 planned by its own scheduler; none of them is routed. The limit is arithmetic: the batch's exact FLOPs spread evenly,
 every transfer hidden. "model" is what `balancing.sequences.step_cost` predicts, or `benchmarks.sequences.peers`. Plans
 are made before, as in training.
-
-Routing alone: one round of one long sequence's ring over one rank of each node, through its own NIC, and through all.
 
 Not to scale: within a node bytes are not limited and cost what CPU they cost, as the engine's work on the host does; a
 NIC lets the first 2 ms of a burst pass at once. The host's work would count as often as ranks share a core, so the
@@ -33,24 +30,22 @@ Takes about 17 minutes on two idle cores, with --quick about two. Exit code 1 if
 
 import argparse
 import json
-import os
 import pickle
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from balancing.files import write_text
 from balancing.sequences import limit_seconds
-from benchmarks.emulated import EmulatedCluster, RankFailed, RunTimeout
+from benchmarks.command import exit_code, load_before, parser, write_rows
+from benchmarks.emulated import EmulatedCluster
 from benchmarks.emulated.rate import format_rate
-from benchmarks.figure_file import save_figure
-from benchmarks.sequences.emulated_rank import Job, Rounds
+from benchmarks.sequences.emulated_rank import Job
 from benchmarks.sequences.emulated_workload import (
     CLUSTERS,
     CONTEXT_METHODS,
@@ -63,23 +58,15 @@ from benchmarks.sequences.emulated_workload import (
     predicted_seconds,
 )
 
-__all__ = ["RoutingRow", "Row", "measure", "measure_rows"]
+__all__ = ["Row", "measure", "measure_rows"]
 
 _TIMEOUT = 3600.0  # seconds for one launch of ranks
 _TIME = 100.0  # emulated seconds for each modelled one
 _SAMPLE, _SAMPLE_TIME = 32768, 25.0  # tokens of a rank and emulated seconds for --samples
-_ROUND_WIDTH = 128  # numbers of a head in the round of a long sequence
 
 _DISTRIBUTIONS = ("prolong", "packed", "mix")
 _QUICK_METHODS = ("ring", "all-gather", "a2a+p2p", "hybrid", "zones", "chunks")
-# The paper's figures for its own ring on the data set of its ablation, ArXiv.
-_PAPER = {
-    "ring + routing": 1.6,
-    "zones: engine only": 3.2,
-    "zones, not remapped": 3.51,
-    "zones": 3.64,
-}
-_AIM_RING, _AIM_ROUTING = 2.8, 0.8
+_AIM_RING = 2.8
 _NOISE = 1.03  # steps that take as long differ by so much here
 
 
@@ -102,24 +89,6 @@ class Row:
     predicted: float
     exposed: float
     batches: int
-
-
-@dataclass(frozen=True)
-class RoutingRow:
-    """A round of one long sequence on one cluster; seconds are emulated. gain: over one NIC. aim: what it should be."""
-
-    cluster: str
-    nics: int
-    one_nic: float
-    all_nics: float
-
-    @property
-    def gain(self) -> float:
-        return self.one_nic / self.all_nics
-
-    @property
-    def aim(self) -> float:
-        return _AIM_ROUTING * self.nics
 
 
 def measure(job: Job, *, limited: bool = True, timeout: float = _TIMEOUT) -> tuple[list[dict[str, Any]], str | None]:
@@ -157,7 +126,7 @@ def measure_rows(
     """Run these methods, "ring" among them, on one batch of each model and distribution. name: of the cluster."""
     planned = [METHODS[method] for method in methods]
     cases = [make_case(scale.cluster, model, each, 0, planned) for model in models for each in distributions]
-    job = Job(scale, 1, tuple(methods), tuple(cases), None)
+    job = Job(scale, 1, tuple(methods), tuple(cases))
     return make_rows(name, job, measure(job)[0])
 
 
@@ -200,14 +169,6 @@ def _row(name: str, job: Job, method: str, ran: Sequence[tuple[Case, dict[str, A
     )
 
 
-def make_routing_row(name: str, scale: Scale, lines: Iterable[dict[str, Any]]) -> RoutingRow:
-    """The quickest round of each routing: whatever else runs on the machine can only slow it down."""
-    rounds = [line for line in lines if "routing" in line]
-    kinds = ("off", scale.cluster.nics_per_node)
-    one, every = (min(line["seconds"] for line in rounds if line["routing"] == kind) for kind in kinds)
-    return RoutingRow(name, scale.cluster.nics_per_node, one, every)
-
-
 def _print(name: str, job: Job, rows: Sequence[Row], reason: str | None) -> None:
     limited = "loopback, NICs not limited: " + reason if reason else f"NICs of {format_rate(job.scale.nic)}"
     cluster = job.scale.cluster
@@ -227,29 +188,7 @@ def _print(name: str, job: Job, rows: Sequence[Row], reason: str | None) -> None
         print(f"{row.model:8} {row.distribution:10} {row.method:20}  {figures}  {row.batches:7}", flush=True)
 
 
-def _print_routing(rows: Sequence[RoutingRow]) -> None:
-    print("\nrouting alone, a round of one long sequence between nodes, emulated:")
-    for row in rows:
-        print(
-            f"  {row.cluster}: {row.one_nic * 1e3:.0f} ms over one NIC, {row.all_nics * 1e3:.0f} ms over {row.nics}: "
-            f"{row.gain:.2f} times faster"
-        )
-
-
-def _print_ablation(rows: Sequence[Row]) -> None:
-    if not {row.method for row in rows} >= set(_PAPER):
-        return
-    print("\nablation, times faster than ring, MHA, emulated, beside the paper's figures (ArXiv):")
-    columns = list(dict.fromkeys((row.cluster, row.distribution) for row in rows))
-    print(f"  {'':20}  " + "  ".join(f"{f'{cluster}, {name}':>14}" for cluster, name in columns) + "   paper")
-    for method, paper in _PAPER.items():
-        own = {
-            (row.cluster, row.distribution): row.speedup for row in rows if (row.model, row.method) == ("MHA", method)
-        }
-        print(f"  {method:20}  " + "  ".join(f"{own[column]:14.2f}" for column in columns) + f"  {paper:6.2f}")
-
-
-def targets(rows: Sequence[Row], routing: Sequence[RoutingRow]) -> list[tuple[str, str, bool]]:
+def targets(rows: Sequence[Row]) -> list[tuple[str, str, bool]]:
     """What was promised, what came out, and whether that is enough."""
     gains = [row.speedup for row in rows if (row.model, row.method) == ("MHA", "chunks")]
     checks = []
@@ -258,69 +197,14 @@ def targets(rows: Sequence[Row], routing: Sequence[RoutingRow]) -> list[tuple[st
         checks.append((f"chunks {_AIM_RING} times faster than ring, mean over MHA", f"{gain:.2f}", gain >= _AIM_RING))
     chunks = {(row.cluster, row.model, row.distribution): row.seconds for row in rows if row.method == "chunks"}
     if chunks:
-        worst, row = max((chunks[row.cluster, row.model, row.distribution] / row.seconds, row) for row in _others(rows))
+        worst, row = max(
+            (chunks[row.cluster, row.model, row.distribution] / row.seconds, row)
+            for row in rows
+            if row.method != "chunks"
+        )
         text = f"{worst:.3f} times as long as {row.method} on {row.distribution}, {row.model}, {row.cluster}"
         checks.append((f"chunks slower than no other, up to {_NOISE - 1:.0%}", text, worst <= _NOISE))
-    for each in routing:
-        text = f"{_AIM_ROUTING:g} of {each.nics} NICs' rate by routing, {each.cluster}"
-        checks.append((text, f"{each.gain / each.nics:.2f}", each.gain >= each.aim))
     return checks
-
-
-def _others(rows: Sequence[Row]) -> list[Row]:
-    return [row for row in rows if row.method != "chunks"]
-
-
-def _draw(rows: Sequence[Row], path: str) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    models = list(dict.fromkeys(row.model for row in rows))
-    methods = list(dict.fromkeys(row.method for row in rows))
-    figure, panels = plt.subplots(
-        1, len(models), figsize=(5.4 * len(models), 1.4 + 0.34 * len(methods)), squeeze=False, sharey=True
-    )
-    for model, axes in zip(models, panels[0], strict=True):
-        means = {
-            method: float(np.mean([row.to_limit for row in rows if (row.model, row.method) == (model, method)]))
-            for method in methods
-        }
-        for place, (method, mean) in enumerate(means.items()):
-            color = "#1f5a99" if method == "chunks" else "#b9bcc2" if METHODS[method].peer else "#9db8d6"
-            axes.barh(place, mean, height=0.66, color=color, zorder=2)
-            axes.annotate(f"{mean:.2f}", (mean, place), (4, 0), textcoords="offset points", va="center", size=8)
-        axes.axvline(1, color="#c0392b", linewidth=1.2, zorder=3)
-        axes.annotate("limit", (1, -0.62), (3, 0), textcoords="offset points", color="#c0392b", size=8)
-        axes.set_yticks(range(len(methods)), methods)
-        axes.set_ylim(len(methods) - 0.5, -1)
-        axes.set_xlim(0, 1.15 * max(means.values()))
-        axes.set_title(model, loc="left", size=10)
-        axes.set_xlabel("step time / physical limit (emulated)")
-        axes.spines[["top", "right", "left"]].set_visible(False)
-        axes.tick_params(axis="y", length=0)
-    clusters = " and ".join(dict.fromkeys(row.cluster for row in rows))
-    figure.suptitle(f"Step time with documents of very different length, {clusters} A800s", x=0.01, ha="left", size=11)
-    figure.tight_layout()
-    save_figure(figure, path)
-    plt.close(figure)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.sequences.emulated",
-        description="Step time with documents of very different length on an emulated cluster, method by method.",
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="one cluster and distribution, fewer methods; about two minutes"
-    )
-    parser.add_argument("--cluster", choices=list(CLUSTERS), help="only this one; both by default")
-    parser.add_argument("--samples", action="store_true", help="data-parallel ranks, each with a sample of 32k tokens")
-    parser.add_argument("--host-free", action="store_true", help="operations of the engine cost the host nothing")
-    parser.add_argument("--json", metavar="FILE", help="write the rows to FILE")
-    parser.add_argument("--figure", metavar="FILE", help="draw the step times into FILE, in the format of its suffix")
-    return parser
 
 
 def _job(name: str, quick: bool, samples: bool, host: bool) -> Job:
@@ -328,54 +212,42 @@ def _job(name: str, quick: bool, samples: bool, host: bool) -> Job:
     scale = Scale(nodes, per_node, _SAMPLE_TIME if samples else _TIME, host=host)
     methods = DATA_METHODS if samples else _QUICK_METHODS if quick else CONTEXT_METHODS
     drawn = {"tokens": _SAMPLE} if samples else {}
-    wide = Scale(nodes, per_node, _TIME * _ROUND_WIDTH / scale.width, _ROUND_WIDTH)
     cases = [
         make_case(scale.cluster, model, distribution, batch, [METHODS[each] for each in methods], **drawn)
         for model in SHAPES
         for distribution in (_DISTRIBUTIONS[:1] if quick else _DISTRIBUTIONS)
         for batch in range(1)
     ]
-    return Job(scale, 1, methods, tuple(cases), None if samples else Rounds(4096, wide, repeats=3))
+    return Job(scale, 1, methods, tuple(cases))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code: 1 where ranks failed or a target was missed."""
-    options = _parser().parse_args(arguments)
+    options_of = parser("sequences.emulated", __doc__, "one cluster and distribution, fewer methods; two minutes")
+    add = options_of.add_argument
+    add("--cluster", choices=list(CLUSTERS), help="only this one; both by default")
+    add("--samples", action="store_true", help="data-parallel ranks, each with a sample of 32k tokens")
+    add("--host-free", action="store_true", help="operations of the engine cost the host nothing")
+    options = options_of.parse_args(arguments)
+    return exit_code("sequences_emulated", lambda: _run(options))
+
+
+def _run(options: argparse.Namespace) -> int:
     names = [options.cluster] if options.cluster else list(CLUSTERS)[:1] if options.quick else list(CLUSTERS)
     rows: list[Row] = []
-    routing: list[RoutingRow] = []
-    load = os.getloadavg()[0]
-    print(f"emulated cluster on {os.cpu_count()} cores, no GPU; load {load:.1f} before the start", flush=True)
-    try:
-        for name in names:
-            job = _job(name, options.quick, options.samples, not options.host_free)
-            lines, reason = measure(job)
-            found = make_rows(name, job, lines)
-            _print(name, job, found, reason)
-            rows += found
-            if job.rounds is not None:
-                routing.append(make_routing_row(name, job.rounds.scale, lines))
-    except (RankFailed, RunTimeout) as error:
-        print(f"sequences_emulated: {error}", *getattr(error, "tail", ()), sep="\n", file=sys.stderr)
-        return 1
-    if routing:
-        _print_routing(routing)
-    _print_ablation(rows)
-    checks = targets(rows, routing)
+    load = load_before()
+    print(f"emulated cluster, no GPU; {load}", flush=True)
+    for name in names:
+        job = _job(name, options.quick, options.samples, not options.host_free)
+        lines, reason = measure(job)
+        found = make_rows(name, job, lines)
+        _print(name, job, found, reason)
+        rows += found
+    checks = targets(rows)
     print()
     for text, value, met in checks:
         print(f"  {'met   ' if met else 'MISSED'}  {text}: {value}")
-    if options.json:
-        content = {
-            "emulated": True,
-            "load": load,
-            "time": _TIME,
-            "rows": [asdict(row) for row in rows],
-            "routing": [asdict(row) | {"gain": row.gain} for row in routing],
-        }
-        write_text(options.json, json.dumps(content, indent=1) + "\n")
-    if options.figure:
-        _draw(rows, options.figure)
+    write_rows(options.json, rows, load=load, time=_TIME)
     return 0 if all(met for *_, met in checks) else 1
 
 

@@ -27,34 +27,17 @@ import torch.distributed as dist
 from balancing.kernels.base import Pieces
 from balancing.sequences import SequenceAttention, SequencePlan, Shard
 from balancing.sequences.cost import REST, hidden_seconds, kv_bytes, linear_seconds
-from balancing.sequences.engine.attention import AttentionCall, prepare_exchanges
 from balancing.sequences.engine.compiler import compile_rank
-from balancing.sequences.engine.program import Compute, TransferGroup
-from balancing.sequences.engine.row_indices import rows_on_device
-from balancing.sequences.engine.transport import Statistics, Transport
+from balancing.sequences.engine.program import Compute
 from balancing.sequences.sequence_plan import AttentionShape
 from benchmarks.emulated.device import Device
 from benchmarks.sequences.emulated_peers import AllGather, HeadsAndRing
 from benchmarks.sequences.emulated_workload import METHODS, SHAPES, Case, Scale, host_seconds, tile_pairs
 
-__all__ = ["Job", "Rounds", "ZeroScores"]
+__all__ = ["Job", "ZeroScores"]
 
 _TIMEOUT = timedelta(seconds=120)
 _BACKWARD = 2.5  # of attention's compute over its forward
-
-
-@dataclass(frozen=True)
-class Rounds:
-    """The round between nodes of one long sequence's ring.
-
-    tokens: of each rank.
-    scale: wider than that of the layers, so that NICs are busy for longer.
-    repeats: rounds with each routing.
-    """
-
-    tokens: int
-    scale: Scale
-    repeats: int
 
 
 @dataclass(frozen=True)
@@ -65,14 +48,12 @@ class Job:
     layers: of a step.
     methods: in the order in which they take turns.
     cases: batches.
-    rounds: rounds of routing; None for none.
     """
 
     scale: Scale
     layers: int
     methods: tuple[str, ...]
     cases: tuple[Case, ...]
-    rounds: Rounds | None
 
 
 class ZeroScores:
@@ -260,44 +241,11 @@ def _run_case(number: int, job: Job, device: Device) -> None:
             _say(case=number, method=name, seconds=seconds, exposed=exposed)
 
 
-def _run_rounds(rounds: Rounds) -> None:
-    """A ring of the first rank of each node, which all hand on their own keys and values."""
-    scale, rank = rounds.scale, dist.get_rank()
-    members = range(0, dist.get_world_size(), scale.ranks_per_node)
-    length = rounds.tokens * len(members)
-    shards = tuple(Shard(0, n * rounds.tokens, (n + 1) * rounds.tokens, member) for n, member in enumerate(members))
-    plan = SequencePlan((length,), dist.get_world_size(), "ring", shards, shards, ("ring",))
-    heads, _ = scale.heads(SHAPES["MHA"])
-    narrow = replace(SHAPES["MHA"], heads=heads, kv_heads=heads, head_size=scale.width, value_size=scale.width)
-    plan = replace(plan, cluster=scale.engine_cluster, shape=narrow)
-    group = TransferGroup("ring", True, 1)
-    for _ in range(rounds.repeats):
-        for routing in ("off", scale.cluster.nics_per_node):
-            own = compile_rank(plan, rank, routing=routing)
-            listed, _ = rows_on_device(own.program.calls, own.table, torch.device("cpu"))
-            transport, kernel = Transport(), ZeroScores(Device(), 0.0)
-            exchanges = prepare_exchanges(own, transport, listed.messages)
-            call = AttentionCall(own, transport, exchanges, Statistics(), kernel, 1.0, listed.calls)
-            rows = torch.full((own.program.rows, 2, heads, scale.width), float(rank), dtype=torch.bfloat16)
-            dist.barrier()
-            begin = time.perf_counter()
-            if group in own.program.messages:
-                call.start(group, rows, rows.dtype).wait()
-            seconds = _span(begin, time.perf_counter())
-            if rank in members:
-                (message,) = own.program.messages[group].receives
-                for start, stop in message.rows:
-                    assert (rows[start:stop] == message.peer).all(), "a message came damaged"
-            _say(routing=routing, seconds=seconds)
-
-
 def main() -> None:
     dist.init_process_group("gloo", timeout=_TIMEOUT)
 
     job: Job = pickle.loads(Path(sys.argv[1]).read_bytes())
     torch.set_num_threads(1)
-    if job.rounds is not None:
-        _run_rounds(job.rounds)
     device = Device(shortest=0.001)
     _warm_up(job.scale, device)
     for number in range(len(job.cases)):

@@ -30,20 +30,16 @@ Nothing is trained here. Takes about a minute on one core, with --emulated four.
 """
 
 import argparse
-import json
-import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from balancing.cluster import Cluster
-from balancing.files import write_text
 from balancing.pipeline import simulate_schedule
 from balancing.sequences import (
     AttentionShape,
@@ -56,12 +52,14 @@ from balancing.sequences import (
 from balancing.sequences.cost import linear_seconds
 from balancing.sequences.micro_batches import document_seconds
 from benchmarks.baselines import micro_batches as baselines
-from benchmarks.emulated import EmulatedCluster, RankFailed, RunTimeout
+from benchmarks.command import Row, exit_code, load_before, parser, show_methods, write_rows
+from benchmarks.emulated import EmulatedCluster
+from benchmarks.emulated.paced import run_pipelines
 from benchmarks.processor_time import milliseconds
 from benchmarks.sequences.lengths import DISTRIBUTIONS, draw_batch, draw_lengths
 from benchmarks.sequences.plans import sources
 
-__all__ = ["Row", "main"]
+__all__ = ["main"]
 
 _SHAPE, _PRESET = AttentionShape(4096, 32, 8, 32, 14336), "h200-8x400g"
 _SAMPLE, _RANKS = 32768, 8  # tokens of a sample, ranks of a replica
@@ -72,29 +70,6 @@ _BALANCE, _TOKENS, _EXCHANGE = "cost max / mean", "tokens max / mean", "modelled
 _PIPELINE, _EMULATED, _TIME = "step / equal micro-batches, simulated", "step / equal micro-batches, emulated", "ms"
 _LARGEST_HYBRID = 16  # micro-batches
 _STEP_SECONDS = 3.0  # of an emulated step of equal micro-batches
-
-
-@dataclass(frozen=True)
-class Row:
-    """One measurement; less is better.
-
-    section, case, method: of the table.
-    figure: the worst of the steps; a median where emulated.
-    to_drawn, to_limit: the figure over that of the documents as drawn, and over the least possible one.
-    target: bound of the figure; None for none.
-    """
-
-    section: str
-    case: str
-    method: str
-    figure: float
-    to_drawn: float | None
-    to_limit: float
-    target: float | None = None
-
-    @property
-    def met(self) -> bool:
-        return self.target is None or self.figure <= self.target + 1e-9
 
 
 @dataclass(frozen=True)
@@ -249,9 +224,7 @@ def _emulated(known: dict[str, str | np.ndarray], quick: bool) -> Iterator[Row]:
                 stages = [np.broadcast_to(one * slower / _STAGES, (_STAGES, 1, size)).tolist() for one in each]
                 pipelines.append({"forward": stages[0], "backward": stages[1], "micro_batches": size})
         with EmulatedCluster(1, _STAGES) as cluster:
-            arguments = ["ignore", "-m", "benchmarks.emulated.paced", json.dumps(pipelines)]
-            run = cluster.run("-W", arguments, timeout=280)
-        seconds = np.array(json.loads(run.output[0][-1])).reshape(turns, len(passes))
+            seconds = np.array(run_pipelines(cluster, pipelines)).reshape(turns, len(passes))
         ratios = np.median(seconds / seconds[:, -1:], axis=0)
         forbidden = least_imbalance(step.plan("balanced").seconds, size) > 1
         for method, ratio in zip(passes, ratios.tolist(), strict=True):
@@ -260,55 +233,31 @@ def _emulated(known: dict[str, str | np.ndarray], quick: bool) -> Iterator[Row]:
             yield Row(_EMULATED, case, method, ratio, ratio / float(ratios[0]), ratio, target)
 
 
-def _show(rows: Sequence[Row], console: Console) -> None:
-    """A table a section: a line a case, a column a method."""
-    for section in dict.fromkeys(row.section for row in rows):
-        own = [row for row in rows if row.section == section]
-        methods = list(dict.fromkeys(row.method for row in own))
-        table = Table(title=section, title_justify="left", box=None, pad_edge=False)
-        for head in ("case", *methods, "target"):
-            table.add_column(head, justify="left" if head in ("case", "target") else "right", no_wrap=True)
-        for case in dict.fromkeys(row.case for row in own):
-            line = {row.method: row for row in own if row.case == case}
-            digits = 1 if section == _TIME else 3
-            cells = [f"{line[method].figure:.{digits}f}" if method in line else "" for method in methods]
-            promised = [row for row in line.values() if row.target is not None]
-            table.add_row(case, *cells, ", ".join("met" if row.met else f"{row.method} MISSED" for row in promised))
-        console.print(table, "")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code: 1 if a target was missed, 2 for bad input."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.sequences.micro_batches", description=(__doc__ or "").partition("\n")[0]
-    )
-    parser.add_argument("--quick", action="store_true", help="fewer steps, 8 micro-batches alone")
-    parser.add_argument("--emulated", action="store_true", help="also measure steps on 4 emulated pipeline stages")
-    parser.add_argument("--lengths", metavar="FILE", help="recorded lengths: .npz, or text with one per line")
-    parser.add_argument("--sources", nargs="+", metavar="NAME", help="only these distributions")
-    parser.add_argument("--json", metavar="FILE", help="write the rows to FILE")
-    options = parser.parse_args(arguments)
-    load = os.getloadavg()[0]
-    try:
-        known = sources(options.lengths)
-        if unknown := set(options.sources or ()) - set(known):
-            raise ValueError(f"--sources {sorted(unknown)[0]} is none of {', '.join(known)}")
-        known = {name: source for name, source in known.items() if not options.sources or name in options.sources}
-        with Progress(console=Console(stderr=True), transient=True) as progress:
-            rows = [*_plans(known, options.quick, progress)]
-            rows += [] if options.quick else _times(3, progress)
-        if options.emulated:
-            rows += _emulated(known, options.quick)
-        if options.json:
-            table = [asdict(row) | {"met": row.met} for row in rows]
-            write_text(options.json, json.dumps({"load": load, "rows": table}, indent=1) + "\n")
-    except (ValueError, OSError, RankFailed, RunTimeout) as error:
-        print(f"micro_batches: {error}", *getattr(error, "tail", ()), sep="\n", file=sys.stderr)
-        return 2
-    print(f"{os.cpu_count()} cores, load {load:.1f} before the start; lengths: {options.lengths or 'made up'}\n")
+    options_of = parser("sequences.micro_batches", __doc__, "fewer steps, 8 micro-batches alone")
+    options_of.add_argument("--emulated", action="store_true", help="also measure steps on 4 emulated pipeline stages")
+    options_of.add_argument("--lengths", metavar="FILE", help="recorded lengths: .npz, or text with one per line")
+    options_of.add_argument("--sources", nargs="+", metavar="NAME", help="only these distributions")
+    options = options_of.parse_args(arguments)
+    return exit_code("micro_batches", lambda: _run(options))
+
+
+def _run(options: argparse.Namespace) -> int:
+    load, known = load_before(), sources(options.lengths)
+    if unknown := set(options.sources or ()) - set(known):
+        raise ValueError(f"--sources {sorted(unknown)[0]} is none of {', '.join(known)}")
+    known = {name: source for name, source in known.items() if not options.sources or name in options.sources}
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        rows = [*_plans(known, options.quick, progress)]
+        rows += [] if options.quick else _times(3, progress)
+    if options.emulated:
+        rows += _emulated(known, options.quick)
+    write_rows(options.json, rows, "met", load=load)
+    print(f"{load}; lengths: {options.lengths or 'made up'}\n")
     sections = list(dict.fromkeys(row.section for row in rows))
     rows.sort(key=lambda row: sections.index(row.section))
-    _show(rows, Console(width=max(160, Console().width)))
+    show_methods(rows, lambda section: 1 if section == _TIME else 3, lambda row: False)
     return 0 if all(row.met for row in rows) else 1
 
 

@@ -5,21 +5,16 @@
   or in two levels, where a key enters a node once, over all of its network cards, and is copied inside.
 - a2a+p2p (Transformer Engine's hierarchical context parallelism, `--cp-comm-type a2a+p2p`): ranks of a node exchange
   tokens for heads, act as one rank of a ring between such groups, and exchange back.
-- ODC: whole documents on data-parallel ranks that meet once a step and may have different numbers of micro-batches;
-  communication is free here.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from balancing.cluster import Cluster
-from balancing.kernels.pairs import causal_area
 from balancing.sequences import AttentionShape, SequencePlan, plan_sequences, step_cost
 from balancing.sequences.cost import attention_seconds, kv_bytes, linear_seconds, tile_area
 
-__all__ = ["HeadsAndRing", "all_gather_seconds", "heads_and_ring", "odc_seconds"]
+__all__ = ["HeadsAndRing", "all_gather_seconds", "heads_and_ring"]
 
 
 def all_gather_seconds(
@@ -71,12 +66,3 @@ def heads_and_ring(lengths: Sequence[int], cluster: Cluster, shape: AttentionSha
     moved = sum(lengths) / cluster.world_size * (together - 1) / together
     exchange = shape.layers * 2 * moved * numbers / cluster.intra_node_bandwidth
     return HeadsAndRing(together, groups, plan, exchange)
-
-
-def odc_seconds(lengths: Sequence[int], cluster: Cluster, shape: AttentionShape) -> float:
-    """Seconds of the fullest rank, with whole documents, the longest first, each on the rank that is done first."""
-    busy = np.zeros(cluster.world_size)
-    for length in sorted(lengths, reverse=True):
-        seconds = attention_seconds(causal_area([length]), cluster, shape) + linear_seconds(length, cluster, shape)
-        busy[int(busy.argmin())] += seconds
-    return float(busy.max())

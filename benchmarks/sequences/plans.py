@@ -12,7 +12,7 @@ them).
 - Model: modelled seconds of the step over the physical limit (`balancing.sequences.cost`), on A800 nodes with 4 NICs
   and a 7B model with multi-head attention, and on H200 nodes with 8 NICs and an 8B model with grouped queries.
   Baselines run without routing, as their systems do; zones and chunks with and without it, zones also without
-  remapping.
+  remapping. No plan with equal tokens is faster than "bound" (`benchmarks.sequences.bound`).
 - Traffic: tokens whose keys and values a rank receives forward in a layer, and those that all network cards carry, as
   a share of all tokens of the batch.
 - Time: of one plan, and of compiling it for one rank, routes included ("program"). Processor time of one thread, the
@@ -20,25 +20,21 @@ them).
 
 Each row has its ratio to ring and to the limit, which for balance and modelled time is 1. "all of these" are means over
 the distributions. Nothing is trained here. Takes about 5 minutes on one core, with --quick
-one. Exit code 1 if a row misses its target.
+two. Exit code 1 if a row misses its target.
 """
 
 import argparse
-import json
-import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from balancing.cluster import Cluster
-from balancing.files import write_text
 from balancing.sequences import (
     AttentionShape,
     SequencePlan,
@@ -50,11 +46,13 @@ from balancing.sequences import (
 from balancing.sequences.engine.compiler import compile_rank
 from balancing.sequences.traffic import plan_links
 from benchmarks.baselines.sequences import hybrid_groups, plan_sequences
+from benchmarks.command import Row, exit_code, load_before, parser, show_methods, write_rows
 from benchmarks.processor_time import milliseconds
+from benchmarks.sequences.bound import bound_seconds
 from benchmarks.sequences.lengths import DISTRIBUTIONS, draw_batch
 from benchmarks.sequences.peers import all_gather_seconds, heads_and_ring
 
-__all__ = ["Row", "baseline_parts", "plans", "sources", "times"]
+__all__ = ["baseline_parts", "plans", "sources", "times"]
 
 _TOKENS = 4096  # a rank
 _METHODS = ("ring", "all-gather", "a2a+p2p", "hybrid", "zones", "chunks")
@@ -65,35 +63,10 @@ _MACHINES: dict[str, tuple[str, AttentionShape]] = {
     "H200, GQA 8:1": ("h200-8x400g", AttentionShape(4096, 32, 4, 32, 14336)),
 }
 _BALANCE_ON = "A800, MHA"  # balance depends little on the machine
+_PLANNER = "planner ms"
 _AREA, _EVEN = "attention max / mean", "token max / mean in attention"
 _TIME, _KV, _FAR = "modelled time / limit", "keys and values received / tokens", "tokens over network cards / tokens"
 _SECTIONS = [_AREA, _EVEN, *(f"{what}, {machine}" for what in (_TIME, _KV, _FAR) for machine in _MACHINES)]
-
-
-@dataclass(frozen=True)
-class Row:
-    """One measurement; less is better.
-
-    section, case, method: of the table.
-    figure: mean over batches, in `unit`.
-    most: figure of the worst batch.
-    to_ring, to_limit: the figure over that of ring, and over the least possible one.
-    target: bound of `most`; None for none.
-    """
-
-    section: str
-    case: str
-    method: str
-    figure: float
-    unit: str
-    most: float
-    to_ring: float | None
-    to_limit: float
-    target: float | None = None
-
-    @property
-    def met(self) -> bool:
-        return self.target is None or self.most <= self.target + 1e-9
 
 
 class _Found(dict[str, dict[str, list[float]]]):
@@ -110,13 +83,15 @@ def plans(sources: dict[str, str | np.ndarray], sizes: Sequence[int], batches: i
     cells = [(name, ranks) for ranks in sizes for name in sources]
     for name, ranks in progress.track(cells, description="plans"):
         found = _Found()
-        for batch in range(batches if ranks < 128 else max(1, batches // 2)):
+        for batch in range(batches):
             lengths = draw_batch(sources[name], _TOKENS * ranks, np.random.default_rng(batch))
             kept: dict[str, list[SequencePlan]] = {}
             for machine, (preset, shape) in _MACHINES.items():
                 cluster = Cluster.sheet(preset, nodes=ranks // 8)
                 for method in _METHODS:
                     _measure(method, lengths, machine, cluster, shape, found, kept)
+                least = bound_seconds(lengths, cluster, shape) / limit_seconds(lengths, cluster, shape)
+                found.add(f"{_TIME}, {machine}", "bound", least)
         rows += _rows(f"{name}, {ranks} ranks", found)
         for section, by_method in found.items():
             for method, figures in by_method.items():
@@ -229,7 +204,7 @@ def _rows(case: str, found: _Found, *, overall: bool = False) -> Iterator[Row]:
             most, figure = max(figures), float(np.mean(figures))
             if overall:
                 most = figure
-            yield Row(section, case, method, figure, "ratio", most, figure / ring if ring else None, figure, target)
+            yield Row(section, case, method, figure, figure / ring if ring else None, figure, target, most)
 
 
 def times(repeats: int, progress: Progress) -> list[Row]:
@@ -244,33 +219,14 @@ def times(repeats: int, progress: Progress) -> list[Row]:
             plan = partial(plan_sequences, lengths, cluster, shape=shape, method=method)
             figure = milliseconds(plan, repeats)
             case = f"{source}, {ranks} ranks, {len(lengths)} sequences"
-            rows.append(Row("planner ms", case, method, figure, "ms", figure, None, figure / aim, aim))
+            rows.append(Row(_PLANNER, case, method, figure, None, figure / aim, aim))
             figure = milliseconds(partial(compile_rank, plan(), ranks // 2), max(1, repeats // 3))
-            rows.append(Row("planner ms", case, f"{method}: program", figure, "ms", figure, None, figure / aim, None))
+            rows.append(Row(_PLANNER, case, f"{method}: program", figure, None, figure / aim))
     return rows
 
 
-def _show(rows: Sequence[Row], console: Console) -> None:
-    """A table a section: a line a case, a column a method, the mean and, in balance, the worst batch."""
-    for section in dict.fromkeys(row.section for row in rows):
-        own = [row for row in rows if row.section == section]
-        methods = list(dict.fromkeys(row.method for row in own))
-        table = Table(title=section, title_justify="left", box=None, pad_edge=False)
-        for head in ("case", *methods, "target"):
-            table.add_column(head, justify="left" if head in ("case", "target") else "right", no_wrap=True)
-        digits = 1 if section == "planner ms" else 3
-        for case in dict.fromkeys(row.case for row in own):
-            line = {row.method: row for row in own if row.case == case}
-            cells = []
-            for method in methods:
-                row = line.get(method)
-                worst = row is not None and section in (_AREA, _EVEN) and not case.startswith("all")
-                cells.append(
-                    "" if row is None else f"{row.figure:.{digits}f}" + (f" ({row.most:.3f})" if worst else "")
-                )
-            promised = [row for row in line.values() if row.target is not None]
-            table.add_row(case, *cells, ", ".join("met" if row.met else f"{row.method} MISSED" for row in promised))
-        console.print(table, "")
+def _shows_worst(row: Row) -> bool:
+    return row.section in (_AREA, _EVEN) and not row.case.startswith("all")
 
 
 def sources(path: str | None) -> dict[str, str | np.ndarray]:
@@ -293,34 +249,27 @@ def sources(path: str | None) -> dict[str, str | np.ndarray]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """AttentionCall the command line; returns the exit code: 1 if a target was missed, 2 for bad input."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.sequences.plans", description=(__doc__ or "").partition("\n")[0]
-    )
-    parser.add_argument("--quick", action="store_true", help="fewer batches and sizes; about a minute")
-    parser.add_argument("--lengths", metavar="FILE", help="recorded lengths: .npz, or text with one per line")
-    parser.add_argument(
+    """Run the command line; returns the exit code: 1 if a target was missed, 2 for bad input."""
+    options_of = parser("sequences.plans", __doc__, "fewer batches and sizes; about two minutes")
+    options_of.add_argument("--lengths", metavar="FILE", help="recorded lengths: .npz, or text with one per line")
+    options_of.add_argument(
         "--ranks", type=int, nargs="+", metavar="N", help="numbers of ranks, multiples of 8 (default 16 32 64 128)"
     )
-    parser.add_argument("--json", metavar="FILE", help="write the rows to FILE")
-    options = parser.parse_args(arguments)
-    load = os.getloadavg()[0]
-    try:
-        known = sources(options.lengths)
-        sizes = options.ranks or ((16, 64) if options.quick else (16, 32, 64, 128))
-        if wrong := [ranks for ranks in sizes if ranks < 8 or ranks % 8]:
-            raise ValueError(f"--ranks {wrong[0]} does not fill nodes of 8 ranks; give multiples of 8")
-        with Progress(console=Console(stderr=True), transient=True) as progress:
-            rows = plans(known, sizes, 2 if options.quick else 4, progress)
-            rows += times(5 if options.quick else 10, progress)
-        if options.json:
-            table = [asdict(row) | {"met": row.met} for row in rows]
-            write_text(options.json, json.dumps({"load": load, "rows": table}, indent=1) + "\n")
-    except (ValueError, OSError) as error:
-        print(f"sequences: {error}", file=sys.stderr)
-        return 2
-    print(f"{os.cpu_count()} cores, load {load:.1f} before the start; lengths: {options.lengths or 'made up'}\n")
-    _show(rows, Console(width=max(160, Console().width)))
+    options = options_of.parse_args(arguments)
+    return exit_code("sequences", lambda: _run(options))
+
+
+def _run(options: argparse.Namespace) -> int:
+    load, known = load_before(), sources(options.lengths)
+    sizes = options.ranks or ((16, 64) if options.quick else (16, 32, 64, 128))
+    if wrong := [ranks for ranks in sizes if ranks < 8 or ranks % 8]:
+        raise ValueError(f"--ranks {wrong[0]} does not fill nodes of 8 ranks; give multiples of 8")
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        rows = plans(known, sizes, 1 if options.quick else 2, progress)
+        rows += times(5 if options.quick else 10, progress)
+    write_rows(options.json, rows, "met", load=load)
+    print(f"{load}; lengths: {options.lengths or 'made up'}\n")
+    show_methods(rows, lambda section: 1 if section == _PLANNER else 3, _shows_worst)
     return 0 if all(row.met for row in rows) else 1
 
 

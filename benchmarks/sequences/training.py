@@ -10,24 +10,21 @@ the rank that waits longest waits for transfers. Plan wait: how long a step wait
 makes them ahead, on the same core.
 """
 
-import argparse
-import json
 import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from balancing.files import write_text
-from benchmarks.pinned import prepare_corpus, step_milliseconds
+from benchmarks.command import parser, show_rows, write_rows
+from benchmarks.pinned import SMALL, prepare_corpus, read_events, step_milliseconds
 from benchmarks.settings import settings
 
 MODEL = (
-    "--device cpu --num-layers 2 --hidden-size 128 --ffn-hidden-size 256 --num-attention-heads 4 --seq-length 4096 "
-    "--max-position-embeddings 4096 --position-embedding-type rope --normalization RMSNorm --swiglu "
-    "--disable-bias-linear --attention-dropout 0 --hidden-dropout 0 --context-parallel-size 2 --balance-sequences "
-    "--dataloader-inter-document-masking --micro-batch-size 2 --global-batch-size 4 --lr 1e-3 --eval-interval 100000 "
-    "--eval-iters 0 --log-interval 1 --num-workers 1 --tokenizer-type NullTokenizer --vocab-size 258 "
-    "--null-tokenizer-eod-id 256 --null-tokenizer-pad-id 257 --split 100,0,0"
+    f"{SMALL} "
+    "--num-layers 2 --hidden-size 128 --ffn-hidden-size 256 --num-attention-heads 4 --seq-length 4096 "
+    "--max-position-embeddings 4096 --normalization RMSNorm --swiglu --disable-bias-linear "
+    "--context-parallel-size 2 --balance-sequences --dataloader-inter-document-masking --micro-batch-size 2 "
+    "--global-batch-size 4 --lr 1e-3 --log-interval 1 --num-workers 1"
 ).split()
 _BASELINE = "ring"
 _WARM_UP = 2  # steps
@@ -35,8 +32,7 @@ _WARM_UP = 2  # steps
 
 def _events(report: Path) -> list[dict[str, Any]]:
     """Those of the balancer of sequences, after the first steps."""
-    lines = [json.loads(line) for line in (report / "events.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["action"] == "spread" and line["iteration"] > _WARM_UP]
+    return [line for line in read_events(report) if line["action"] == "spread" and line["iteration"] > _WARM_UP]
 
 
 def measure(steps: int, rounds: int) -> list[dict[str, Any]]:
@@ -73,23 +69,12 @@ def measure(steps: int, rounds: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer steps, noisier figures")
-    parser.add_argument("--json", metavar="FILE", help="also write the rows to FILE")
-    options = parser.parse_args()
+    options = parser("sequences.training", __doc__, "fewer steps, noisier figures").parse_args()
     rows = measure(4, 1) if options.quick else measure(12, 3)
-    print(
-        f"{'planner':>8} {'step, ms':>9} {'/ ring':>6} {'/ limit':>7} {'exposed':>8} {'plan wait':>9} {'max/mean':>8} "
-        f"{'sent, MB':>8} {'steps':>5}"
-    )
-    for row in rows:
-        print(
-            f"{row['method']:>8} {row['step_ms']:>9.1f} {row['ratio_to_baseline']:>6.3f} {row['ratio_to_limit']:>7.3f} "
-            f"{row['exposed_ms']:>8.1f} {row['plan_wait_ms']:>9.1f} {row['area_imbalance']:>8.3f} "
-            f"{row['sent_bytes'] / 1e6:>8.1f} {row['steps']:>5}"
-        )
-    if options.json:
-        write_text(options.json, json.dumps(rows, indent=1) + "\n")
+    show_rows("method; step, ms=step_ms:.1f; / ring=ratio_to_baseline:.3f; / limit=ratio_to_limit:.3f; exposed="
+              "exposed_ms:.1f; plan wait=plan_wait_ms:.1f; max/mean=area_imbalance:.3f; bytes=sent_bytes:,.0f; steps",
+              rows)  # fmt: skip
+    write_rows(options.json, rows)
 
 
 if __name__ == "__main__":

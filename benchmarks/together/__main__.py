@@ -15,7 +15,6 @@ keep, and draws what each gains and the pipeline.
 """
 
 import argparse
-import os
 import statistics
 import sys
 import tempfile
@@ -23,8 +22,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from balancing.command_line import whole_number
+from benchmarks.command import load_before, parser, write_rows
 from benchmarks.together.demo import MICRO_BATCHES, demonstrate, emulated, quick_steps
-from benchmarks.together.ranks import as_json, prepare, train
+from benchmarks.together.ranks import prepare, train
 from benchmarks.together.workload import VARIANTS
 
 __all__ = ["main", "rows_of"]
@@ -89,13 +90,12 @@ def _measure(turns: int, seconds: float, folder: Path) -> tuple[dict[str, list[f
 
 
 def _bench(options: argparse.Namespace) -> int:
-    load = os.getloadavg()[0]
+    load = load_before()
     with tempfile.TemporaryDirectory() as folder:
         steps, noise, reason = _measure(1 if options.quick else 2, options.pace / 1e3, Path(folder))
     rows = rows_of(steps)
     network = f"network not limited: {reason}" if reason else "NICs limited"
-    cores = f"{os.cpu_count()} cores, load {load:.1f} before and {os.getloadavg()[0]:.1f} after"
-    print(f"emulated: 4 nodes x 2 ranks, PP 2, CP 4, EP 4; {network}; {cores}")
+    print(f"emulated: 4 nodes x 2 ranks, PP 2, CP 4, EP 4; {network}; {load}")
     print("sequences planned with chunks, of none with hybrid; layers may move in each step\n")
     print(f"{'':20}  s/step    gain  of the limit  product of gains alone  steps")
     for row in rows:
@@ -110,34 +110,25 @@ def _bench(options: argparse.Namespace) -> int:
         ("all three, of the product of gains alone", together.gain / together.alone, 0.95),
     ):
         print(f"{what}: {found:.1%}, target {target:.0%}: {'met' if found >= target else 'missed'}")
-    if options.json:
-        as_json(Path(options.json), [vars(row) for row in rows])
+    write_rows(options.json, rows)
     return 0
-
-
-def _milliseconds(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of milliseconds; give one, such as 25")
-    return int(text)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.together", description=(__doc__ or "").partition("\n")[0]
-    )
-    parser.add_argument("--quick", action="store_true", help="one turn, noisier figures")
-    parser.add_argument("--json", metavar="FILE", help="write the rows to FILE")
-    parser.add_argument(
-        "--pace", type=_milliseconds, default=300, metavar="MS",
+    options_of = parser("together", __doc__, "one turn, noisier figures")
+    options_of.add_argument(
+        "--pace", type=whole_number(1, 60_000), default=300, metavar="MS",
         help="milliseconds of a layer's forward pass (300); more takes longer and makes the host's own work a smaller "
         "part of a step",
     )  # fmt: skip
-    parser.add_argument(
+    options_of.add_argument(
         "--demo", metavar="DIR", help="run each balancer alone and all together; draw the gains into DIR"
     )
-    parser.add_argument("--short", action="store_true", help="with --demo: two runs of short steps, for a first try")
-    options = parser.parse_args(arguments)
+    options_of.add_argument(
+        "--short", action="store_true", help="with --demo: two runs of short steps, for a first try"
+    )
+    options = options_of.parse_args(arguments)
     prepare()
     if options.demo:
         return demonstrate(Path(options.demo), options.short)

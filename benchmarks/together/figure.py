@@ -11,7 +11,7 @@ import matplotlib.pyplot as plt
 from balancing.report import read_history
 from balancing.report.trace import TraceIteration
 from balancing_tools.report.figures.style import BACKWARD, FORWARD
-from benchmarks.figure_file import save_figure
+from benchmarks.figure import save_figure
 
 __all__ = ["BEFORE", "draw"]
 

@@ -11,7 +11,6 @@ optimizer, the balancers, their messages and moves are real. What takes time is 
 - without balanced sequences, Megatron-LM's scheduler spreads documents (`benchmarks.baselines.sequences`).
 """
 
-import json
 import os
 import signal
 import sys
@@ -299,8 +298,3 @@ def _paced_experts(forward: Callable, work: Work, seconds: float) -> Callable:
         return forward(self, _Wait.apply(given, work, seconds * len(given)), *args, **kwargs)
 
     return paced
-
-
-def as_json(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Write rows for a machine to read."""
-    path.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")

@@ -9,30 +9,18 @@ of an hour. Cost: how much longer the steps that ran otherwise than decided took
 Exit code 1 if a balancer is on or off at the end of a job where it should not be.
 """
 
-import argparse
-import json
 import sys
 from typing import Any
 
-from balancing.files import write_text
+from benchmarks.command import parser, write_rows
 from benchmarks.trials import emulated, real
 from benchmarks.trials.cases import CASES
 
 
-def _show(row: dict[str, Any]) -> None:
-    since = row["off_since"]
-    on = ", ".join(f"{name} {'on' if on else f'off since {since[name]}'}" for name, on in row["on"].items())
-    gains = ", ".join(f"{name} {gain}" for name, gain in row["gains"].items())
-    print(
-        f"{row['case']:<42} {row['steps']:>5} {row['step_ms']:>8.1f}  {on:<34} {row['cost']:>6.2%}  {gains}", flush=True
-    )
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--real", action="store_true", help="train on two cores")
-    parser.add_argument("--json", metavar="FILE", help="also write the rows to FILE")
-    options = parser.parse_args()
+    options_of = parser("trials", __doc__)
+    options_of.add_argument("--real", action="store_true", help="train on two cores")
+    options = options_of.parse_args()
     print(
         f"{'case':<42} {'steps':>5} {'step, ms':>8}  {'on at the end':<34} {'cost':>6}  gains by the clock", flush=True
     )
@@ -40,11 +28,14 @@ def main() -> None:
 
     def show(row: dict[str, Any]) -> None:
         rows.append(row)
-        _show(row)
+        of = row["on"].items()
+        on = ", ".join(f"{name} {'on' if on else 'off since ' + str(row['off_since'][name])}" for name, on in of)
+        gains = ", ".join(f"{name} {gain}" for name, gain in row["gains"].items())
+        about = f"{row['case']:<42} {row['steps']:>5} {row['step_ms']:>8.1f}"
+        print(f"{about}  {on:<34} {row['cost']:>6.2%}  {gains}", flush=True)
 
     (real if options.real else emulated).run_cases(show)
-    if options.json:
-        write_text(options.json, json.dumps(rows, indent=1) + "\n")
+    write_rows(options.json, rows)
     expected = {case.what: case.expected for case in CASES}
     wrong = [row["case"] for row in rows if row["on"] != expected[row["case"]]]
     if wrong:

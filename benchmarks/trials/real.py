@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from balancing.trials import TrialConfig
-from benchmarks.pinned import prepare_corpus, train_pinned
+from benchmarks.pinned import SMALL, prepare_corpus, train_pinned
 from benchmarks.settings import settings
 from benchmarks.trials.cases import CASES, Case, Watch
 
@@ -31,11 +31,10 @@ __all__ = ["CONFIG", "flags_of", "run_cases", "run_job", "steps_of"]
 _FASTER = 10
 CONFIG = TrialConfig(interval=TrialConfig().interval // _FASTER, share=0.2)
 _MODEL = (
-    "--device cpu --num-layers 2 --ffn-hidden-size 512 --position-embedding-type rope --normalization RMSNorm --swiglu "
-    "--disable-bias-linear --attention-dropout 0 --hidden-dropout 0 --num-experts 8 --expert-model-parallel-size 2 "
-    "--moe-token-dispatcher-type alltoall --moe-router-load-balancing-type none --lr 1e-6 --eval-interval 100000 "
-    "--eval-iters 0 --log-interval 100000 --num-workers 0 --tokenizer-type NullTokenizer --vocab-size 258 "
-    "--null-tokenizer-eod-id 256 --null-tokenizer-pad-id 257 --split 100,0,0"
+    f"{SMALL} "
+    "--num-layers 2 --ffn-hidden-size 512 --normalization RMSNorm --swiglu --disable-bias-linear --num-experts 8 "
+    "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type none "
+    "--lr 1e-6 --log-interval 100000 --num-workers 0"
 )
 _FEW_TOKENS = (
     "--hidden-size 256 --num-attention-heads 4 --seq-length 64 --moe-router-topk 2 --moe-ffn-hidden-size 1024 "

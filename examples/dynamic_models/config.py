@@ -70,7 +70,7 @@ class DynamicsConfig:
     prune_sparse_density: float = setting(
         0.05,
         "Use a sparse matrix product for a weight once at most this fraction of it remains; 0 for never. "
-        "benchmarks/layers/dynamics.py measures where that pays.",
+        "Below a tenth it pays (benchmarks/log/layers-plans.md).",
         needs="prune_sparsity",
         least=0,
         most=1,

@@ -24,15 +24,6 @@ COMBINATIONS = {
     "all frozen": ({"freeze_layers": 4}, UNTIED, "--freeze-layers 4", "--num-layers 4", "at most 3"),
     "tied": (FREEZE, {}, "--freeze-layers 2", "add --untie-embeddings-and-output-weights"),
     "recompute": (FREEZE, UNTIED | {"recompute_granularity": "full"}, "--recompute-granularity full", "selective"),
-    "prediction": (FREEZE, UNTIED | {"mtp_num_layers": 1}, "--mtp-num-layers 1", "drop it"),
-    "replicas": (PRUNE, {"balance_experts": True}, "--balance-experts", "--prune-sparsity 0.5", "drop it"),
-    "optimizer": (
-        PRUNE,
-        {"optimizer": "sgd"},
-        "--optimizer sgd",
-        "--prune-sparsity 0.5",
-        "use --optimizer adam",
-    ),
     "exit at the end": ({"early_exit_layers": (2, 4)}, {}, "--early-exit-layers 2 4", "up to 3"),
     "exit and chunks": (
         EXIT,
@@ -40,21 +31,12 @@ COMBINATIONS = {
         "--num-virtual-stages-per-pipeline-rank 2",
         "--early-exit-layers 1 2",
     ),
-    "packed": (DEPTH, {"sft": True}, "--sft", "--mixture-of-depths 0.25", "drop it"),
-    "sequence parallel": (DEPTH, {"sequence_parallel": True}, "--sequence-parallel", "drop it"),
     "no routed layer": (
         DEPTH | {"mixture_of_depths_every": 5},
         {},
         "--mixture-of-depths-every 5",
         "--num-layers 4",
     ),
-    "context parallel": (
-        SPARSE,
-        {"context_parallel_size": 2},
-        "--context-parallel-size 2",
-        "use --context-parallel-size 1",
-    ),
-    "Transformer Engine": (SPARSE, {"transformer_impl": "transformer_engine"}, "use --transformer-impl local"),
     "FSDP": (DEPTH, {"use_megatron_fsdp": True}, "--use-megatron-fsdp", "use --use-distributed-optimizer"),
 }
 

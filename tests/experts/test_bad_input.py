@@ -34,34 +34,15 @@ BALANCE = "--balance-experts"
 REFUSED = {
     "no experts": ("--num-experts 0", "--expert-model-parallel-size 2", "--num-experts"),
     "experts over ranks": ("--num-experts 5", "--num-experts 5", "--expert-model-parallel-size 2", "use 6"),
-    "inference": (f"{BALANCE} --transformer-impl inference_optimized", "--transformer-impl inference_opt", "local"),
     "HybridEP": (
         f"{BALANCE} --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep",
         "--moe-flex-dispatcher-backend hybridep",
         "hybrid-ep",
         "--moe-token-dispatcher-type alltoall",
     ),
-    "experts in parts": (f"{BALANCE} --mlp-chunks-for-training 2", "--mlp-chunks-for-training 2", "use 1"),
-    "padding to capacity": (
-        f"{BALANCE} --moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity",
-        "--moe-pad-expert-input-to-capacity",
-        "--moe-expert-capacity-factor without it",
-    ),
     "latent experts": ("--moe-latent-size 16", "--moe-latent-size 16", "Transformer Engine", "drop it"),
-    "interleaved halves": (
-        f"{BALANCE} --moe-mlp-glu-interleave-size 8",
-        "--moe-mlp-glu-interleave-size 8",
-        "use --transformer-impl transformer_engine --moe-grouped-gemm",
-    ),
     "permute fusion": ("--moe-permute-fusion", "--moe-permute-fusion", "Transformer Engine", "drop it"),
     "router fusion": ("--moe-router-fusion", "--moe-router-fusion", "Transformer Engine", "drop it"),
-    "fp8": (f"{BALANCE} --bf16 --fp8-format e4m3", "--fp8-format e4m3", "use --bf16"),
-    "weight gradients beside dispatch": (
-        f"{BALANCE} --overlap-dispatch-backward-with-experts-wgrad",
-        "--overlap-dispatch-backward-with-experts-wgrad",
-        "--delay-wgrad-compute",
-    ),
-    "another model": (f"{BALANCE} --spec package.module function", "--spec package.module function", "drop it"),
     "FSDP": (f"{BALANCE} --use-megatron-fsdp", "--use-megatron-fsdp", "--use-distributed-optimizer"),
     "slots": (f"{BALANCE} --expert-replica-slots -1", "--expert-replica-slots -1", "at least 0"),
     "more slots than experts": (f"{BALANCE} --expert-replica-slots 3", "--expert-replica-slots 3", "use at most 2"),
@@ -244,44 +225,6 @@ def test_a_graph_of_iterations_needs_kernels_that_split():
     layer = SimpleNamespace(placement=ReplicaPlacement([0, 1], [[1], [0]]), device=None)
     with pytest.raises(ValueError, match=r"Triton's kernels.*use --cuda-graph-impl none"):
         check_kernels([layer])
-
-
-# arguments, and the words that the line must have
-QUANTIZED = {
-    "history": ({"fp8_recipe": "delayed"}, "--fp8-recipe delayed", "use --fp8-recipe tensorwise"),
-    "unknown": ({"fp8_recipe": "custom"}, "--fp8-recipe custom", "use --fp8-recipe tensorwise"),
-    "sequential": ({"fp8_recipe": "mxfp8", "moe_grouped_gemm": False}, "--fp8-format e4m3", "add --moe-grouped-gemm"),
-    "layers unlike": (
-        {"fp8_recipe": "mxfp8", "fp8_param_gather": True, "first_last_layers_bf16": True},
-        "--first-last-layers-bf16",
-        "drop it, or --fp8-param-gather",
-    ),
-    "one weight": ({"fp8": None, "moe_single_grouped_weight": True}, "--moe-single-grouped-weight", "drop it"),
-    "4 bits": ({"fp8": None, "fp4": "e2m1", "fp4_recipe": "custom"}, "--fp4-recipe custom", "--fp4-recipe nvfp4"),
-}
-
-
-@pytest.mark.parametrize("case", QUANTIZED)
-def test_quantized_experts(case):
-    values, *words = QUANTIZED[case]
-    given = {
-        "transformer_impl": "transformer_engine",
-        "num_experts": 4,
-        "expert_model_parallel_size": 2,
-        "moe_grouped_gemm": True,
-        "moe_token_dispatcher_type": "alltoall",
-        "moe_permute_fusion": False,
-        "moe_router_fusion": False,
-        "moe_latent_size": None,
-        "mtp_num_layers": None,
-        "skip_train": False,
-        "fp8": "e4m3",
-        "fp8_param_gather": False,
-    }
-    with pytest.raises(ValueError) as refused:
-        check_experts(argparse.Namespace(**given | values), ExpertConfig(enabled=True))
-    for word in ("--balance-experts is incompatible", *words):
-        assert word in str(refused.value)
 
 
 def test_the_same_flags_without_the_fault_are_accepted(pool):

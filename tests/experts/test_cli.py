@@ -79,24 +79,6 @@ def test_what_holds_no_loads(trace, tmp_path, capsys):
         assert says in capsys.readouterr().err
 
 
-def test_files_that_hold_no_numbers_are_named(tmp_path, capsys):
-    """No line advises what no flag offers, such as to load pickles."""
-    (tmp_path / "text.npz").write_text("no arrays\n")
-    np.save(tmp_path / "one.npy", np.zeros(3))
-    np.save(tmp_path / "objects.npy", np.array([{}, None], dtype=object), allow_pickle=True)
-    np.savez(tmp_path / "objects.npz", counts=np.array([{}, None], dtype=object))
-    for name, says in (
-        ("text.npz", "is cut short or no .npz"),
-        ("one.npy", "has no array 'counts'"),
-        ("objects.npy", "holds Python objects"),
-        ("objects.npz", "holds Python objects"),
-    ):
-        assert main(["--trace", str(tmp_path / name)]) == 2
-        error = capsys.readouterr().err
-        assert says in error and str(tmp_path / name) in error and error.count("\n") == 1
-        assert "pickle" not in error
-
-
 def test_what_is_saved_has_the_name_that_was_given(trace, tmp_path, capsys):
     assert main(["--trace", str(trace), "--save", str(tmp_path / "saved")]) == 0
     assert read_load_trace(tmp_path / "saved").counts.shape == (5, 4, 2, 2, 8)

@@ -20,7 +20,6 @@ from balancing.experts import (
 from balancing.experts.cost import TransferWindow, copy_seconds
 from balancing.experts.planners.prophet import paper_seconds
 from balancing.experts.planners.quota.estimate import CostEstimate
-from benchmarks.experts.lower_bound import CostLowerBound
 from benchmarks.experts.synthetic import sampled_load, zipf_popularity
 
 SHAPE = ExpertShape(hidden=1000, ffn_hidden=500, bytes_per_parameter=2)
@@ -200,8 +199,8 @@ def test_hidden_transfers_hold_up_tokens():
     "options",
     [{}, {"hidden_under": 0.0}, {"hidden_under": 1e-2, "micro_batches": 4}, {"hidden_under": 1e-2, "first": True}],
 )
-def test_no_split_costs_less_than_the_bound(nics, options):
-    """Over placements that are good, bad and empty; where nothing can be split, the bound is the cost."""
+def test_the_estimate_is_near_the_cost(nics, options):
+    """Over placements that are good, bad and empty; where nothing can be split, it is the cost."""
     generator = np.random.default_rng(nics)
     for ranks, per_node in ((4, 4), (8, 4), (6, 4), (8, 1)):
         cluster = nodes(-(-ranks // per_node), per_node, nics, inside=1e9, across=1e8)
@@ -212,11 +211,7 @@ def test_no_split_costs_less_than_the_bound(nics, options):
         placements = good, none, ReplicaPlacement(home, odd, ranks_per_node=per_node)
         slots = np.stack([placement.slot_expert for placement in placements])
         window = TransferWindow(**options)
-        bounds = CostLowerBound(load, home, cluster, SHAPE, window)(slots)
         costs = [layer_cost(traffic(load, each), each, cluster, SHAPE, window).total for each in placements]
-        for bound, cost in zip(bounds, costs, strict=True):
-            assert 0.5 * cost < bound <= cost * (1 + 1e-9)
-        assert bounds[1] == pytest.approx(costs[1])
         estimates = CostEstimate(load, home, cluster, SHAPE, window)(slots).total
         assert estimates == pytest.approx(costs, rel=0.2) and estimates[1] == pytest.approx(costs[1])
 

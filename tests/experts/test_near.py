@@ -8,8 +8,8 @@ from balancing.experts import ExpertShape, contiguous_homes, plan_replicas, traf
 from balancing.experts.cost import TransferWindow, layer_cost
 from balancing.experts.planners.quota.near import near_slots
 from balancing.experts.planners.quota.planner import QuotaPlanner
-from benchmarks.experts.beyond_even import of_forced_balance
 from benchmarks.experts.emulated_workload import Scale, made_up_loads
+from benchmarks.experts.modelled import of_forced_balance
 from benchmarks.experts.synthetic import sampled_load, zipf_popularity
 
 SHAPE = ExpertShape(hidden=1024, ffn_hidden=2048, bytes_per_parameter=2)

@@ -17,6 +17,7 @@ from balancing.experts import (
     split_tokens,
     traffic,
 )
+from balancing.experts.plan import CALM
 from balancing.experts.plan import METHODS as OWN
 from benchmarks.baselines.experts import METHODS, plan_replicas
 from benchmarks.experts.synthetic import drifted, sampled_load, zipf_popularity
@@ -310,3 +311,26 @@ class TestPhysicalNumbers:
 def test_bad_input(load, options, named):
     with pytest.raises(ValueError, match=named):
         plan_replicas(load, machine(4), **{"slots": 1, **options})
+
+
+def test_a_placement_stays_while_the_load_is_calm():
+    """At a drift of 0.02 it stays nearly always, and nothing is lost; a load that jumps is planned anew."""
+    rng, cluster, stayed = np.random.default_rng(3), machine(16, 8), 0
+    popularity = zipf_popularity(64, 16, 2.0, rng)
+    placement = plan_replicas(sampled_load(popularity, 16, 8192, rng), cluster, slots=2)
+    for _ in range(20):
+        popularity = drifted(popularity, 0.02, rng)
+        load = sampled_load(popularity, 16, 8192, rng)
+        planned = plan_replicas(load, cluster, slots=2, drift=0.02, keep=placement)
+        stayed += planned is placement
+        placement = planned
+        assert largest_over_mean(load, placement) <= CALM + 0.005
+    assert stayed >= 10
+    burst = np.zeros_like(load)
+    burst[:, ::16] = 1000
+    assert plan_replicas(burst, cluster, slots=2, keep=placement) == plan_replicas(burst, cluster, slots=2)
+    even = np.full_like(load, 1000)
+    alone = plan_replicas(even, cluster, slots=2, keep=placement)
+    assert alone.replicas == 0, "replicas that gain nothing do not stay"
+    assert plan_replicas(even, cluster, slots=2, keep=alone) is alone
+    assert plan_replicas(even, machine(16, 4), slots=2, keep=alone) != alone, "other nodes"

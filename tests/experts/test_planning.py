@@ -117,13 +117,15 @@ def _replicas_after(swing: float) -> tuple[int, bool]:
 
     planner = _planner()
     alone = SplitTables(plan_replicas(np.ones((2, 4)), planner._cluster, slots=2, method="none"), None)
-    layer, plan = SimpleNamespace(without_replicas=alone), LayerPlan(alone)
+    layer = SimpleNamespace(without_replicas=alone, tables=lambda placement: SplitTables(placement, None))
+    plan = LayerPlan(alone)
     for iteration in range(1, 21):
         on_first = 1 + swing * (-1) ** iteration
         load = np.rint(1000 * np.array([[on_first, on_first, 2 - on_first, 2 - on_first]] * 2)).astype(int)
-        tables = planner._plan(layer, plan, lambda load=load: load[None], iteration, None).tables
+        planned = planner._plan(layer, plan, lambda load=load: load[None], iteration, None)
+        plan.tables = planned.tables or plan.tables
     known = plan_replicas(plan.history.predict(), planner._cluster, slots=2)
-    return tables.placement.replicas, known.replicas > 0
+    return plan.placed.replicas, known.replicas > 0
 
 
 def test_a_load_that_swings_around_an_even_one_gets_replicas(pool):

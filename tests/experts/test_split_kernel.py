@@ -12,6 +12,7 @@ import torch
 from balancing.experts import ReplicaPlacement, contiguous_homes
 from balancing.experts.late import LateCopies
 from balancing.experts.placement import color_by_rank
+from balancing.experts.split.placed_split import SplitTables, place_all
 from balancing.experts.split.split import Splitter
 from balancing.upload import upload
 from tests.support.command import run_python
@@ -84,7 +85,6 @@ def test_the_kernels_compile_for_gpus(kernel, pointers, architecture):
 
 def compare() -> int:
     """Split all cases with NumPy and with the kernels, on the CPU. How many there were."""
-    from balancing.experts.split.late_kernel import LateKernels
     from balancing.experts.split.split_kernel import SplitKernels, kernel_tables, kernels_work
 
     splits = copies = 0
@@ -100,14 +100,16 @@ def compare() -> int:
         slots, permille, least = splits % 2 + 1, 1000 + 20 * (splits % 3), (0, 30)[splits % 2]
         empty = placement.with_late(np.full((len(load), slots), -1))
         tables = upload(kernel_tables(empty, classes), None)
-        served, names = LateKernels(empty, len(classes), sweeps, tables).with_late(
-            torch.from_numpy(load), permille, least
-        )
-        expected = LateCopies(empty, permille, least, sweeps=sweeps)(load.sum(0))
+        late = SplitKernels(empty, len(classes), sweeps, tables)
+        served, before, names = late.with_late(torch.from_numpy(load), permille, least)
+        expected = LateCopies(Splitter(empty, sweeps=sweeps), permille, least)(load.sum(0))
         assert np.array_equal(names.numpy(), expected.placement.phys2log), (placement, load)
         assert np.array_equal(served.numpy(), expected(load)), (placement, load)
+        (placed,) = place_all([SplitTables(expected.placement, None)], None)
+        some = served.numpy() > 0
+        assert np.array_equal(before.numpy()[some], placed.tokens_before(served.numpy())[some])
         copies += expected.placement.late_copies
-    assert all(kernels_work(ranks, torch.device("cpu")) for ranks in (2, 7, 16))
+    assert all(kernels_work(ranks, torch.device("cpu"), ranks % 3) for ranks in (2, 7, 16))
     assert copies > 20
     return splits
 

@@ -128,8 +128,8 @@ LATE = {**LAYOUTS, **{case: flags for case, flags in OTHERS.items() if case != "
     "case, dispatcher, mode, slots",
     sampled(
         itertools.product(LATE, DISPATCHERS, MODES, (0, 1)),
-        ("EP 4", "alltoall", "resident", 1),
-        ("full recompute", "alltoall", "shared", 0),
+        ("EP 2, PP 2", "alltoall", "resident", 0),
+        ("full recompute", "allgather", "shared", 1),
     ),
 )
 def test_late_copies_change_no_number(pool, tmp_path, case, dispatcher, mode, slots):
@@ -140,7 +140,7 @@ def test_late_copies_change_no_number(pool, tmp_path, case, dispatcher, mode, sl
     balance = f"--balance-experts --balance-report {tmp_path} {late}"
     run = train(pool, ranks, f"{flags} {balance}", base=BASE, parameters=True)
     lines = events_in(tmp_path, action="replicate")
-    assert sum(line["late_copies"] for line in lines) > 20, "hardly any late copies, so nothing was tested"
+    assert sum(line["late_copies"] for line in lines) > 3, "hardly any late copies, so nothing was tested"
     assert max(line["imbalance_after"] for line in lines) < 1.2
     assert_close(run, _reference(pool, ranks, flags))
 

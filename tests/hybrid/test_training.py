@@ -139,7 +139,6 @@ def _placed_rank(argv: list[str], plans: Any) -> Any:
     "case",
     sampled(
         CASES,
-        "PP 2, EP 2, both overlaps",
         "Mamba, PP 2, EP 2, both overlaps",
         "Mamba, TP 2, sequence parallel, PP 2",
         "Mamba, CP 2, PP 2, recomputed",

@@ -38,41 +38,17 @@ def _args(**given: object) -> argparse.Namespace:
 
 # what is given beside --balance-layers, and the words that the line must have: the value, and the way out
 REFUSED = {
-    "CUDA graphs": ({"cuda_graph_impl": "local"}, "--cuda-graph-impl local", "--cuda-graph-impl transformer_engine"),
     "dropout in CUDA graphs": (
         {"cuda_graph_impl": "transformer_engine", "hidden_dropout": 0.1},
         "dropout",
         "use --attention-dropout 0 --hidden-dropout 0",
     ),
-    "the plan of another save": (
-        {"ckpt_assume_constant_structure": True},
-        "--ckpt-assume-constant-structure",
-        "drop it",
-    ),
     "FSDP": ({"use_megatron_fsdp": True}, "--use-megatron-fsdp", "--use-distributed-optimizer"),
-    "fp4": ({"fp4": "e2m1", "fp4_recipe": "custom"}, "--fp4-recipe custom", "use --fp4-recipe nvfp4"),
-    "experts in one tensor": ({"moe_single_grouped_weight": True}, "--moe-single-grouped-weight", "drop it"),
-    "optimizer on the host": (
-        {"optimizer_cpu_offload": True},
-        "--optimizer-cpu-offload",
-        "use --use-distributed-optimizer",
-    ),
-    "main parameters with scales": ({"main_params_dtype": "fp16"}, "--main-params-dtype fp16", "dtype fp32"),
-    "first moments with scales": ({"exp_avg_dtype": "fp16"}, "--exp-avg-dtype fp16", "use --exp-avg-dtype bf16"),
-    "second moments with scales": ({"exp_avg_sq_dtype": "fp8"}, "--exp-avg-sq-dtype fp8", "--exp-avg-sq-dtype bf16"),
-    "optimizer": ({"optimizer": "soap"}, "--optimizer soap", "shape of a weight", "use --optimizer muon"),
-    "optimizer that cannot run": ({"optimizer": "adaptive_muon"}, "--optimizer adaptive_muon", "use --optimizer muon"),
-    "offloading in CUDA graphs": (
-        {"fine_grained_activation_offloading": True, "cuda_graph_impl": "transformer_engine"},
-        "--fine-grained-activation-offloading",
-        "use --cuda-graph-impl none",
-    ),
     "prediction on the first stage": (
         {"pipeline_model_parallel_layout": "Et|tt|ttm|L"},
         "--pipeline-model-parallel-layout Et|tt|ttm|L",
         "put m on another stage",
     ),
-    "checkpoints by rank": ({"save": "here", "ckpt_format": "torch"}, "--ckpt-format torch", "torch_dist"),
 }
 
 
@@ -145,20 +121,7 @@ NOT_RELEASED = {
         "not of 2",
         "use one",
     ),
-    "CUDA graphs": (
-        {"cuda_graph_impl": "transformer_engine"},
-        {"repack_memory_limit": 8.0},
-        "--cuda-graph-impl transformer_engine",
-        "use --cuda-graph-impl none",
-    ),
-    "offloading": (
-        {"fine_grained_activation_offloading": True},
-        {"repack_memory_limit": 8.0},
-        "--fine-grained-activation-offloading",
-        "drop it",
-    ),
     "mapping": ({"use_tp_pp_dp_mapping": True}, {"repack_memory_limit": 8.0}, "--use-tp-pp-dp-mapping", "drop it"),
-    "writer": ({"wandb_project": "p"}, {"repack_throughput_floor": 1.0}, "--wandb-project p", "--tensorboard-dir"),
 }
 
 

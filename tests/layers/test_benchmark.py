@@ -88,7 +88,7 @@ def test_the_bound_of_training_is_the_best_cut():
 
 
 def test_unwritable_output_is_said(tmp_path, capsys, monkeypatch):
-    for part in ("training", "repack", "times", "reach"):
+    for part in ("training", "times"):
         monkeypatch.setattr(f"benchmarks.layers.plans.{part}", lambda *_, **named: [])
     assert main(["--quick", "--json", str(tmp_path / "no" / "rows.json")]) == 2
     assert f"layers: cannot write {tmp_path / 'no' / 'rows.json'}: there is no folder" in capsys.readouterr().err

@@ -24,7 +24,6 @@ from balancing.report import EventLog, observe, read_history, summarize
 from balancing.report.findings import finding_rows
 from balancing_tools.layers import main
 from balancing_tools.recorded_run import read_run
-from benchmarks.baselines.layers import first_fit
 from tests.support.made_up_run import Job, write_run
 
 # ---- layout strings
@@ -120,14 +119,6 @@ def test_choice_keeps_the_floor_and_frees_whole_nodes():
         choose_repack(sizes, 0)
     with pytest.raises(ValueError, match="min_stages=9 must lie between 1 and the 8 stages"):
         repack_options(Running(early_exit(), plan_stages(np.ones(32), 8), 32), min_stages=9)
-
-
-def test_first_fit_cascades():
-    """The published rule puts most layers on one stage: 12/4/4/4/4/4 and 20/4/4/4 of 8 stages of 4 layers."""
-    now = plan_stages(np.ones(32), 8)
-    for stages, sizes in ((6, [12, 4, 4, 4, 4, 4]), (4, [20, 4, 4, 4])):
-        assert [len(part) for part in first_fit(now, [4.0] * 8, 32.0, stages)] == sizes
-    assert len(first_fit(now, [4.0] * 8, 9.0, 2)) == 4, "merged pairs do not fit together any more"
 
 
 # ---- the command
@@ -226,11 +217,6 @@ def test_memory_is_estimated_on_the_safe_side(tmp_path, capsys):
     assert code == 0 and "no plan keeps to memory_limit 19,000,000,000 bytes on 1 stages" in " ".join(out.split())
     with pytest.raises(ValueError, match="no memory of its ranks"):
         estimate_memory(replace(run, memory=np.zeros(0)))
-
-
-def test_no_run_at_all(tmp_path, capsys):
-    code, _, err = command(capsys, tmp_path)
-    assert code == 2 and "holds no events.jsonl" in err and err.count("\n") == 1
 
 
 # ---- several chunks a stage

@@ -244,7 +244,7 @@ def _same(found: list[Ended], plain: list[Ended], tolerance: float = 1e-12) -> N
 
 
 @pytest.mark.parametrize(
-    "name", sampled(CASES, "", "distributed optimizer", "two chunks, bfloat16", "numbers that change", "hybrid")
+    "name", sampled(CASES, "distributed optimizer", "two chunks, bfloat16", "numbers that change", "hybrid")
 )
 def test_layers_move_live_and_change_no_number(pool, name):
     import torch

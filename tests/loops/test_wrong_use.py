@@ -67,13 +67,9 @@ def _refusals() -> dict[str, str]:
     refused("fsdp", lambda: ExpertBalancer([sharded(FullyShardedDataParallel)], job=job))
     refused("fsdp2", lambda: SequenceBalancer([sharded(TorchFullyShardedDataParallel)], job=job))
     refused("fsdp of the config", layers, model.ddp_config, use_megatron_fsdp=True)
-    refused("echo", experts, moe_enable_echo=True)
-    refused("scheduler", experts, moe_enable_scheduler=True)
     refused("moonep", experts, moe_flex_dispatcher_backend="moonep")
-    refused("grouped weight", experts, moe_single_grouped_weight=True)
     refused("delayed scaling", experts, fp8="hybrid", fp8_recipe="delayed")
     refused("graphs", experts, cuda_graph_impl="full_iteration")
-    refused("graphs of layers", layers, cuda_graph_impl="transformer_engine")
     refused("captured", lambda: SequenceBalancer([model], job=job), layer, cuda_graphs=[object()])
     refused("group", experts, model.module.pg_collection, ep=alone)
     refused("slots", lambda: experts(replica_slots=5))
@@ -84,14 +80,10 @@ def _refusals() -> dict[str, str]:
     refused("main parameters", layers, optimizer.config, main_params_dtype=torch.float16)
     refused("torch's optimizer", lambda: layers(torch.optim.Adam(model.parameters())))
     refused("one stage", layers)
-    again = SimpleNamespace(ckpt_assume_constant_structure=True)
-    refused("plans of saves", lambda: check_configs("LayerBalancer", None, again))
     by_rank = SimpleNamespace(save="here", ckpt_format="torch")
     refused("checkpoints by rank", lambda: check_configs("LayerBalancer", by_rank))
     refused("no length", lambda: ExpertBalancer([model]), model.module, max_sequence_length=None)
     refused("dropout", lambda: SequenceBalancer([model], job=job), attention_dropout=0.1)
-    refused("scores", lambda: SequenceBalancer([model], job=job), experimental_attention_variant="dsa")
-    refused("a recipe that is not known", experts, fp8="hybrid", fp8_recipe="custom")
     first, attention = experts(), SequenceBalancer([model], job=job)
     refused("a second one", experts)
     refused("a second one of sequences", lambda: SequenceBalancer([model], job=job))
@@ -106,13 +98,9 @@ EXPECTED = {
     "fsdp": "FullyShardedDataParallel cannot be balanced, since it shards",
     "fsdp2": "TorchFullyShardedDataParallel cannot be balanced, since it shards",
     "fsdp of the config": "LayerBalancer is incompatible with use_megatron_fsdp=True",
-    "echo": "moe_enable_echo=True: with it Megatron-LM balances experts itself; drop it",
-    "scheduler": "moe_enable_scheduler=True: with it Megatron-LM balances experts itself; drop it",
     "moonep": "moe_flex_dispatcher_backend=moonep: with it Megatron-LM balances experts itself; use deepep",
-    "grouped weight": "moe_single_grouped_weight=True",
     "delayed scaling": "use tensorwise, blockwise or mxfp8",
     "graphs": "ExpertBalancer is incompatible with cuda_graph_impl=full_iteration",
-    "graphs of layers": "LayerBalancer is incompatible with cuda_graph_impl=transformer_engine",
     "captured": "has CUDA graphs already",
     "group": "process group ep has ranks",
     "slots": "8 experts over 2 expert-parallel ranks leave 4 on other ranks; use at most 4",
@@ -122,12 +110,9 @@ EXPECTED = {
     "main parameters": "main_params_dtype=fp16",
     "torch's optimizer": "optimizer of class Adam; use get_megatron_optimizer",
     "one stage": "layers cannot move, since there is only one pipeline stage; drop the LayerBalancer",
-    "plans of saves": "LayerBalancer is incompatible with ckpt_assume_constant_structure=True: it saves by the plan",
     "checkpoints by rank": "ckpt_format=torch: it would save layers by the rank that happens to have them; use torch",
     "no length": "the model does not tell its longest sequence; pass job=Job(seq_length)",
     "dropout": "SequenceBalancer is incompatible with attention_dropout=0.1: it drops other attention scores",
-    "scores": "experimental_attention_variant=dsa: it chooses keys by their scores",
-    "a recipe that is not known": "fp8_recipe=custom: it is not known how it stores weights; use tensorwise, blockwise",
     "a second one": "the model has a balancer of class ExpertBalancer already; close() its Balancers",
     "a second one of sequences": "a balancer of class SequenceBalancer already",
     "twice": "ExpertBalancer is given twice",

@@ -32,11 +32,6 @@ FLAGS = {
     "device": ("--device tpu", "--device tpu", "auto, cuda or cpu"),
     "two precisions": ("--bf16 --fp16", "Megatron-LM demands: not args.bf16"),
     "float64 and float32": ("--fp64 --accumulate-allreduce-grads-in-fp32", "--fp64", "in-fp32", "drop it"),
-    "no time for others": (
-        "--distributed-timeout-seconds-after-init 0",
-        "--distributed-timeout-seconds-after-init 0",
-        "at least 1",
-    ),
     "nowhere to save": ("--save-params-interval 2", "--save-params-interval 2", "--save DIR"),
     "saved with a shared head": (
         "--save saved --save-interval 2 --mtp-num-layers 1 --pipeline-model-parallel-size 2",
@@ -54,10 +49,7 @@ FLAGS = {
     "not a module of a graph": ("--cuda-graph-modules attention", "--cuda-graph-modules", "attention"),
     "groups left to others": ("--lazy-mpu-init", "--lazy-mpu-init", "drop it"),
     "no angle": ("--rotary-base -1", "--rotary-base -1", "above 0"),
-    "too often saved": ("--save-wgrads-interval -1", "--save-wgrads-interval -1", "at least 1"),
-    "speed of GPUs, without one": ("--gpu-sniff-test-interval 2", "--gpu-sniff-test-interval 2", "drop it"),
     "clock of GPUs, without one": ("--log-straggler", "--log-straggler", "drop it"),
-    "graphs of a GPU, without one": ("--optimizer-cuda-graph", "--optimizer-cuda-graph", "drop it"),
     "generator of a GPU, without one": ("--cuda-graph-impl local", "--cuda-graph-impl local", "impl none"),
     "CUDA's profiler, without it": ("--profile", "--profile", "add --use-pytorch-profiler"),
     "ring exchange": ("--use-ring-exchange-p2p", "--use-ring-exchange-p2p", "drop it"),
@@ -67,38 +59,21 @@ FLAGS = {
         "this run does not have",
         "drop it",
     ),
-    "no chunks": (
-        "--num-virtual-stages-per-pipeline-rank 0",
-        "--num-virtual-stages-per-pipeline-rank 0",
-        "at least 1",
-    ),
     "sums in another precision": ("--bf16 --fp32-residual-connection", "--fp32-residual-connection", "drop one"),
     "half a pair": ("--position-embedding-type rope --kv-channels 1", "--kv-channels 1", "an even number"),
     "loaders of others": ("--dataloader-type external", "--dataloader-type external", "use single or cyclic"),
     "an old flag": ("--checkpoint-activations", "--checkpoint-activations", "use --recompute-activations"),
-    "experts of no width": ("--moe-ffn-hidden-size 0", "--moe-ffn-hidden-size 0", "at least 1"),
-    "no expert for a token": ("--moe-router-topk 0", "--moe-router-topk 0", "at least 1"),
     "more layers at an end than there are": (
         "--pipeline-model-parallel-size 2 --decoder-last-pipeline-num-layers 8",
         "--decoder-last-pipeline-num-layers 8",
         "--num-layers 4; lower it",
     ),
-    "multiples of nothing": ("--make-vocab-size-divisible-by 0", "--make-vocab-size-divisible-by 0", "at least 1"),
-    "no width of heads": ("--kv-channels 0", "--kv-channels 0", "at least 1"),
-    "no ranks of experts": ("--expert-tensor-parallel-size 0", "--expert-tensor-parallel-size 0", "at least 1"),
-    "no instances": ("--num-distributed-optimizer-instances 0", "instances 0", "at least 1"),
-    "no iterations between checks": ("--check-weight-hash-across-dp-replicas-interval 0", "interval 0", "at least 1"),
     "half a window": ("--window-size 4", "--window-size 4", "use 4,0"),
     "more choices than experts": ("--num-experts 1 --disable-bias-linear", "--moe-router-topk 2", "--num-experts 1"),
     "a decoder beside an encoder": ("--decoder-seq-length 8", "--decoder-seq-length 8", "drop it"),
     "a tokenizer of images": ("--tokenizer-type NullMultimodalTokenizer", "NullMultimodal", "a tokenizer of text"),
     "layers in no format": ("--heterogeneous-layers-config-encoded-json 1", "a mapping, not int"),
     "layers that are not installed": ("--transformer-impl transformer_engine", "transformer_engine", "impl local"),
-    "weights over more ranks, in layers that move": (
-        "--tensor-parallel-num-weight-shards 2 --balance-layers --pipeline-model-parallel-size 2",
-        "--tensor-parallel-num-weight-shards 2",
-        "drop it",
-    ),
     "halves of an odd number": ("--swiglu --ffn-hidden-size 33", "--ffn-hidden-size 33", "a multiple of 2"),
     "no padded vocabulary": ("--no-pad-vocab-size", "--no-pad-vocab-size", "--padded-vocab-size 127", "drop it"),
     "weights uninitialized": ("--init-model-with-meta-device", "--init-model-with-meta-device", "drop it"),
@@ -138,18 +113,12 @@ FLAGS = {
         "--hidden-size 16",
         "give --ffn-hidden-size",
     ),
-    "float64 and bf16": ("--fp64 --bf16", "--fp64", "--bf16", "drop one"),
     "report of CUDA graphs": (
         "--balance-report report --cuda-graph-impl local",
         "--balance-report",
         "--cuda-graph-impl local",
         "hooks",
         "--cuda-graph-impl none",
-    ),
-    "report of CUDA graphs, by the old flag": (
-        "--balance-report report --enable-cuda-graph",
-        "--enable-cuda-graph",
-        "hooks",
     ),
     "report of no name": ("--balance-report=", "--balance-report '' names no directory"),
     "report interval": (
@@ -234,6 +203,17 @@ FLAGS = {
 
 def test_flags(pool):
     assert_refused(pool, BASE, FLAGS)
+
+
+def test_numbers_of_at_least_1():
+    from megatron.balanced.shared.incompatible import shown
+    from megatron.balanced.trainer.checks import ranges
+
+    assert len(ranges._AT_LEAST_1) > 20
+    for name in ranges._AT_LEAST_1:
+        for wrong in (0, -1):
+            with pytest.raises(ValueError, match=f"^{shown(name, wrong)} must be at least 1$"):
+                ranges.check_ranges(argparse.Namespace(**dict.fromkeys(ranges._AT_LEAST_1) | {name: wrong}))
 
 
 def _flags_that_do_not_exist(argv: list[str]) -> list[str]:

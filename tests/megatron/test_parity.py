@@ -120,14 +120,13 @@ def references(pool, corpus, tmp_path_factory):
         DENSE,
         "DP 2, TP 2, sequence parallel, both overlaps",
         "DP 2, PP 2, interleaved, both overlaps",
-        "PP 2, recompute, full",
-        "recompute, selective",
     ),
 )
 def test_dense(references, layout):
     references("dense").check(*DENSE[layout])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("layout", ["PP 2, interleaved", "TP 2, sequence parallel"])
 def test_untied_embeddings_and_grouped_queries(references, layout):
     references("untied").check(*DENSE[layout])
@@ -142,7 +141,6 @@ def test_multi_latent_attention(references, layout):
     "layout, dispatcher",
     sampled(
         itertools.product(EXPERTS, ("alltoall", "allgather")),
-        ("EP 2, TP 2, ETP 2", "alltoall"),
         ("EP 2, DP 2, both overlaps", "allgather"),
     ),
 )
@@ -167,6 +165,6 @@ def test_comparison_sees_a_small_change(references):
 
 
 def test_training_learns(references):
-    for model in MODELS:
+    for model in ("dense", "experts", "latent"):
         losses = references(model).run.losses
         assert losses[-1] < losses[0] - 0.05, model

@@ -17,18 +17,32 @@ RUNS = {
         "--bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
     ),
     "EP 2": (2, f"{' '.join(MOE)} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"),
+    # A blend whose parts are one corpus, validation and a test set, and what reads ahead.
+    "DP 2, blend, validation, workers": (
+        2,
+        "--data-path 25 {corpus} 75 {corpus} --split 80,15,5 --eval-interval 2 --eval-iters 2 --num-workers 2",
+    ),
 }
 
 
 @pytest.mark.parametrize(
     "name",
-    sampled(RUNS, "ends of documents without a loss", "PP 2, interleaved", "DP 2, bf16, both overlaps", "EP 2"),
+    sampled(
+        RUNS,
+        "PP 2, interleaved",
+        "DP 2, bf16, both overlaps",
+        "EP 2",
+        "DP 2, blend, validation, workers",
+    ),
 )
 def test_losses_and_weights_are_upstreams(pool, corpus, tmp_path, name):
     world_size, flags = RUNS[name]
+    flags = flags.format(corpus=corpus[corpus.index("--data-path") + 1])
     upstream = train_plainly(pool, world_size, [*MODEL, *corpus, *flags.split()], tmp_path)
-    assert len(upstream.losses) == 4
-    assert_same(train(pool, world_size, flags, base=[*MODEL, *corpus], parameters=True), upstream)
+    run = train(pool, world_size, flags, base=[*MODEL, *corpus], parameters=True)
+    assert len(upstream.losses) == 4 and len(upstream.validation) == 4 * ("validation" in name)
+    assert_same(run, upstream)
+    assert run.validation == upstream.validation
 
 
 def test_mock_data_is_upstreams(pool, tmp_path):

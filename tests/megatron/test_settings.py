@@ -57,7 +57,7 @@ def test_a_config_is_json(tmp_path):
 # content, flags, and the words that the line must have beside the name of the file
 REFUSED = {
     "section": ("expert: {min_gain: 0}", "", "'expert' is not a section", "experts, sequences, layers, report"),
-    "field": ("experts: {gain: 0}", "", "experts has no field 'gain'", "replica_slots, planner", "min_gain"),
+    "field": ("experts: {gain: 0}", "", "experts has no field 'gain'", "replica_slots, late_slots", "min_gain"),
     "switch": ("experts: {enabled: true}", "", "experts has no field 'enabled'"),
     "no mapping": ("experts: 3", "", "experts 3 does not map", "min_gain"),
     "no sections": ("- experts", "", "has no sections", "experts, sequences"),

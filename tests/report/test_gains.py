@@ -7,14 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 
 from balancing.report import EventLog, History, TraceLog, event, observe, read_history, summarize
 from balancing.report.findings import answers, finding_rows, gain_rows, verdict
 from balancing.report.gains import over_the_run
 from balancing.report.table import print_summary
-from balancing_tools.report.figures import imbalance_curves
-from balancing_tools.report.figures.imbalance import _mark
 from balancing_tools.report.page import page
 from tests.support.made_up_run import Job
 
@@ -117,29 +114,6 @@ def test_balanced_experts_promise_nothing_more(history):
     saved = {estimate.balanced: estimate for estimate in summarize(history).estimates}
     assert not saved["experts"].at_best
     assert "waits for expert-parallel" not in verdict(summarize(history))
-
-
-def test_verdict_and_last_table_of_the_terminal(history):
-    summary = summarize(history)
-    assert "sequences from 1.50x to 1.01x" in verdict(summary)
-    screen = io.StringIO()
-    print_summary(summary, screen)
-    text = screen.getvalue()
-    last = text[text.index("what balancing gained") :]
-    for words in (
-        "layers",
-        "1.23x",
-        "1.08x",
-        "sequences",
-        "1.50x",
-        "1.01x",
-        "experts",
-        "1.07x",
-        "1.00x",
-        "iteration 11",
-    ):
-        assert words in last
-    assert len(last.splitlines()) <= 10 and max(map(len, text.splitlines())) <= 100
 
 
 def _tell_trials(history, name, ratios, gain):
@@ -270,14 +244,3 @@ def test_a_line_of_an_older_or_broken_run_is_no_reason_to_stop(tmp_path):
     summary = summarize(history)
     assert [gain.balancer for gain in summary.gains] == ["experts"]
     assert summary.share_expert_homes == {} and "1.60x" in page(history, summary)
-
-
-def test_marks_do_not_cover_the_curves(history):
-    """They stand above the upper edge of the axes, where no curve comes."""
-    axes = Figure().subplots()
-    _mark(axes, [3, 5, 5], "v", "red", "moved")
-    marks = axes.lines[-1]
-    assert list(marks.get_xdata()) == [3, 5]
-    assert np.min(marks.get_ydata()) > 1 and marks.get_transform() == axes.get_xaxis_transform()
-    assert not marks.get_clip_on()
-    assert imbalance_curves(history) is not None

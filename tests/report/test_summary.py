@@ -20,8 +20,6 @@ from balancing_tools.report.page import page
 from tests.support.command import run_python
 from tests.support.made_up_run import Job, write_run
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 def report(directory: Path, job: Job, iterations: int = 12) -> tuple[History, Summary]:
     history = read_history(write_run(directory, job, iterations))
@@ -117,10 +115,6 @@ def test_the_first_screen_answers_in_order_and_names_the_flag(tmp_path):
 def test_no_flag_is_named_where_nothing_is_uneven(tmp_path):
     _, summary = report(tmp_path, Job(noise=0.001))
     assert answers(summary)[1].text == "Nobody by much." and answers(summary)[-1].text == "None is needed."
-
-
-def test_a_level_run_is_called_level(tmp_path):
-    _, summary = report(tmp_path, Job(noise=0.001))
     assert "The ranks are balanced" in verdict(summary) and "sets the pace" not in verdict(summary)
 
 
@@ -270,16 +264,6 @@ def test_page_leaves_out_what_was_not_measured(tmp_path, job, figures, words):
     check_self_contained(text)
     assert text.count("<figure>") == figures
     assert all(why in text for why in words)
-
-
-def test_page_without_a_trace(tmp_path):
-    write_run(tmp_path, Job(), 3)
-    (tmp_path / "trace.json").unlink()
-    history = read_history(tmp_path)
-    assert "there is no trace.json" in page(history, summarize(history))
-    (tmp_path / "trace.json").write_text("{")
-    history = read_history(tmp_path)
-    assert "trace.json cannot be read" in page(history, summarize(history))
 
 
 def test_names_from_the_run_cannot_break_the_page(tmp_path):

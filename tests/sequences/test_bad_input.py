@@ -6,11 +6,10 @@ from typing import Any
 import pytest
 
 from balancing.sequences.config import SequenceConfig
-from megatron.balanced.shared.incompatible import SEQUENCES, check_compatible
 from megatron.balanced.trainer.checks.sequences import check_sequences
 from tests.support.refusals import assert_accepted, assert_refused
 from tests.support.settings import settings
-from tests.support.training import MOCK_DATA, MODEL, MOE
+from tests.support.training import MOCK_DATA, MODEL
 
 PACKED = "--dataloader-inter-document-masking --attention-dropout 0".split()
 BASE = [*MODEL, *MOCK_DATA, *PACKED, "--context-parallel-size", "2"]
@@ -18,26 +17,7 @@ BALANCE = "--balance-sequences"
 
 # flags, and the words that the line must have: the value, and what to use instead
 REFUSED = {
-    "attention dropout": (f"{BALANCE} --attention-dropout 0.1", "--attention-dropout 0.1", "use --attention-dropout 0"),
     "window of later tokens": (f"{BALANCE} --window-size 8,2", "--window-size 8,2", "use --window-size 8,0"),
-    "dense mask": (f"{BALANCE} --reset-attention-mask", "--reset-attention-mask", "inter-document-masking"),
-    "another model": (f"{BALANCE} --spec package.module function", "--spec package.module function", "drop it"),
-    "sinkhorn": (
-        f"{BALANCE} {' '.join(MOE)} --moe-router-topk 1 --moe-router-load-balancing-type sinkhorn",
-        "--moe-router-load-balancing-type sinkhorn",
-        "use aux_loss",
-    ),
-    "experts in parts": (
-        f"{BALANCE} {' '.join(MOE)} --mlp-chunks-for-training 2",
-        "--mlp-chunks-for-training 2",
-        "several parts; use 1",
-    ),
-    "upstream's own": (
-        f"{BALANCE} --hybrid-context-parallel",
-        "--hybrid-context-parallel",
-        "splits batches in its own way; drop it",
-    ),
-    "positions": (f"{BALANCE} --position-embedding-type mrope", "mrope", "--position-embedding-type rope"),
     "attention backend": (f"{BALANCE} --attention-backend unfused", "unfused", "use auto, flash or fused"),
     "two kernels": (
         f"{BALANCE} --attention-backend flash {settings('sequences', kernel='cudnn')}",
@@ -45,7 +25,6 @@ REFUSED = {
         "drop one of the two",
     ),
     "kernel": (f"{BALANCE} {settings('sequences', kernel='fa5')}", "sequences.kernel fa5", "is none of auto, flash"),
-    "CUDA graphs": (f"{BALANCE} --cuda-graph-impl local", "--cuda-graph-impl local", "--cuda-graph-impl none"),
     "FSDP": (f"{BALANCE} --use-megatron-fsdp", "--use-megatron-fsdp", "--use-distributed-optimizer"),
     "planner": (f"{BALANCE} {settings('sequences', planner='best')}", "sequences.planner best", "zones"),
     "chunk": (f"{BALANCE} {settings('sequences', chunk=-1)}", "sequences.chunk -1", "at least 0"),
@@ -73,20 +52,6 @@ def test_refused(pool):
     assert_refused(pool, BASE, REFUSED)
 
 
-@pytest.mark.parametrize(
-    ("flag", "value", "why"),
-    [
-        ("experimental_attention_variant", "gated_delta_net", "its state passes from each token to the next"),
-        ("linear_attention_freq", 4, "its state passes from each token to the next"),
-        ("experimental_attention_variant", "dsa", "chooses keys by their scores"),
-    ],
-)
-def test_attention_that_needs_whole_documents_is_refused(flag, value, why):
-    """Whatever else it needs, which is Transformer Engine."""
-    with pytest.raises(ValueError, match=f"incompatible with --{flag.replace('_', '-')} {value}: .*{why}"):
-        check_compatible(argparse.Namespace(**{flag: value}), SEQUENCES, BALANCE)
-
-
 def test_the_same_flags_without_the_fault_are_accepted(pool):
     flags = settings("sequences", planner="zones", chunk=4, token_capacity=16, routing=2)
     assert_accepted(pool, BASE, [f"{BALANCE} {flags}"])
@@ -95,17 +60,6 @@ def test_the_same_flags_without_the_fault_are_accepted(pool):
 # flags, and the words that the line must have: the value, and what to use instead
 OF_DATA = {
     "shuffled samples": ("--dataloader-type cyclic", "--dataloader-type cyclic", "use --dataloader-type single"),
-    "all of the validation set": ("--full-validation", "--full-validation", "use --eval-iters"),
-    "quantiles": (
-        f"{' '.join(MOE)} --moe-router-load-balancing-type quantile_balancing",
-        "--moe-router-load-balancing-type quantile_balancing",
-        "over the tokens of a rank",
-    ),
-    "capacity": (
-        f"{' '.join(MOE)} --moe-expert-capacity-factor 1.5",
-        "--moe-expert-capacity-factor 1.5",
-        "depends on the other tokens",
-    ),
 }
 OF_ONE_RANK = [*MODEL, *MOCK_DATA, *PACKED, BALANCE]
 

@@ -47,7 +47,7 @@ def test_the_benchmark_tells_what_is_gained(tmp_path):
     assert data_parallel.main(["--quick", "--json", str(tmp_path / "rows.json")]) == 0
     rows = {
         (row["section"], row["case"], row["method"]): row["figure"]
-        for row in json.loads((tmp_path / "rows.json").read_text())
+        for row in json.loads((tmp_path / "rows.json").read_text())["rows"]
     }
     case = "RL reasoning, 8 ranks"
     assert rows["step, apart", case, "ranks first"] < 1.01

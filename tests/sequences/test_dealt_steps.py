@@ -270,7 +270,6 @@ def test_validation_and_restart_of_dealt_steps(packed, tmp_path):
 
 REFUSED = {
     "growing steps": ("--rampup-batch-size 4 4 16 --train-samples 64", "--rampup-batch-size 4 4 16", "have one size"),
-    "random samples": ("--dataloader-type cyclic", "--dataloader-type cyclic", "use --dataloader-type single"),
     "a loss of the step so far": (
         f"{' '.join(MOE)} --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 1e-2",
         "--moe-router-load-balancing-type global_aux_loss",

@@ -1,12 +1,11 @@
-"""What peers move, by hand: all-gather in two levels, heads and a ring, whole documents; and what a ring exposes."""
+"""What peers move, by hand: all-gather in two levels, heads and a ring; and what a ring exposes."""
 
 import pytest
 
 from balancing.cluster import Cluster
-from balancing.kernels.pairs import causal_area
 from balancing.sequences import AttentionShape, plan_sequences, step_cost
 from balancing.sequences.cost import attention_seconds, kv_bytes, linear_seconds, tile_area
-from benchmarks.sequences.peers import all_gather_seconds, heads_and_ring, odc_seconds
+from benchmarks.sequences.peers import all_gather_seconds, heads_and_ring
 
 SHAPE = AttentionShape(4096, 32, 4, 2, 11008)
 # Two nodes of 8 ranks with 4 network cards each; launches, messages and the host cost nothing.
@@ -32,14 +31,6 @@ def test_heads_are_exchanged_among_as_many_ranks_as_there_are_key_value_heads():
     sent = 4096 * 3 / 4 * 2 * (32 + 4) * 256 / 200e9  # q, k, v and the output, of 128 numbers in bf16, for 3 of 4 ranks
     assert found.exchange == pytest.approx(SHAPE.layers * 2 * sent)
     assert found.seconds(SHAPE) > found.exchange + linear_seconds(4096, CLUSTER, SHAPE)
-
-
-def test_whole_documents_are_bound_by_the_longest():
-    def alone(length: int) -> float:
-        return attention_seconds(causal_area([length]), CLUSTER, SHAPE) + linear_seconds(length, CLUSTER, SHAPE)
-
-    assert odc_seconds([65536, *[100] * 60], CLUSTER, SHAPE) == pytest.approx(alone(65536))
-    assert odc_seconds([100] * 48, CLUSTER, SHAPE) == pytest.approx(3 * alone(100))
 
 
 def test_a_ring_that_is_hidden_exposes_its_last_gradients_alone():

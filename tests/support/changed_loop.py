@@ -92,7 +92,8 @@ def train(change: Callable[[Any], object], balanced: bool, shared: bool, grouped
     run, events = get_forward_backward_func(), []
     sent: list[tuple[int, int]] = []
     if balanced:
-        mode = ExpertConfig(enabled=True, min_gain=0.0, replica_mode="shared" if shared else "resident")
+        slots = {"replica_mode": "shared", "late_slots": 1} if shared else {"replica_mode": "resident"}
+        mode = ExpertConfig(enabled=True, min_gain=0.0, **slots)
         experts = ExpertBalancer([model], mode, job=Job(SEQUENCE, SAMPLES, 5), report=events.append)
         run = Balancers(experts).schedule(run)
         (chunk,) = experts._chunk_at.values()

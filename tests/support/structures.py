@@ -240,8 +240,9 @@ def flags_of(row: Row) -> str:
         flags.append("--recompute-granularity selective --recompute-modules moe")
     elif row["recompute"] == "layers":
         flags.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
+    late = {"late_slots": 1} if row["slots"] == "shared" and "fill" not in balancers_of(row) else {}
     flags_of_balancers = {
-        "experts": f"--balance-experts {settings('experts', replica_mode=row['slots'])}",
+        "experts": f"--balance-experts {settings('experts', replica_mode=row['slots'], **late)}",
         "sequences": f"--balance-sequences --sequence-domain {'context' if row['context'] > 1 else 'data'}",
         "layers": "--balance-layers",
         "fill": "--fill-with-weight-gradients",

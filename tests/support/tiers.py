@@ -20,7 +20,7 @@ _FILES = {
     "kernels": "flash_attn rows",
     "layers": "batch_overlap empty_stages fill_training memory optimizers release",
     "loops": "bridge example hooks layers older_megatron page sequences verl",
-    "megatron": "checkpoint_errors counters data dropout failure functional gpu_order gpu_packages host_waits "
+    "megatron": "checkpoint_errors counters dropout failure functional gpu_order gpu_packages host_waits "
     "model_extension repeatability stall versions wiring wiring_groups",
     "report": "empty_steps observer ranges",
     "sequences": "data_parallel dealt_steps domain emulated latents packed_documents padding prediction",

@@ -44,10 +44,11 @@ def build(
     alone: bool = False,
     layout: str | None = None,
     dense: bool = False,
+    lr: float = 1e-2,
 ) -> Loop:
     """Two stages of a model in which `change` has changed some layers. Parameters as of `Case`.
 
-    layout: in which layers lie first. dense: whether no layer has experts.
+    layout: in which layers lie first. dense: whether no layer has experts. lr: the learning rate at first.
     """
     from megatron.balanced.cpu.device import use_cpu
 
@@ -104,12 +105,12 @@ def build(
     chunk = DistributedDataParallel(config, how, model)
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
-            optimizer="adam", lr=1e-2, min_lr=1e-3, adam_eps=ADAM_EPS, clip_grad=0.0, params_dtype=torch.float64,
+            optimizer="adam", lr=lr, min_lr=lr / 10, adam_eps=ADAM_EPS, clip_grad=0.0, params_dtype=torch.float64,
             use_distributed_optimizer=distributed, overlap_param_gather=distributed,
         ),
         [chunk],
     )  # fmt: skip
-    scheduler = OptimizerParamScheduler(optimizer, 0.0, 1e-2, 1e-3, 0, 10, "linear", 0.1, 0.1, 10, "constant")
+    scheduler = OptimizerParamScheduler(optimizer, 0.0, lr, lr / 10, 0, 10, "linear", 0.1, 0.1, 10, "constant")
     config.finalize_model_grads_func, config.grad_scale_func = finalize_model_grads, optimizer.scale_loss
     config.no_sync_func, config.grad_sync_func = chunk.no_sync, chunk.start_grad_sync
     replica = parallel_state.get_data_parallel_rank()

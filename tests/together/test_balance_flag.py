@@ -6,6 +6,7 @@ import io
 import pytest
 
 from tests.support.corpus import heavy_tailed, write_documents
+from tests.support.refusals import started_anew
 from tests.support.settings import settings
 from tests.support.training import EXACT, MOCK_DATA, MODEL, MOE, train
 
@@ -15,31 +16,36 @@ ALL = f"--context-parallel-size 2 {NO_CP}"
 NAMES = ("experts", "sequences", "layers")
 
 
-def _balancers(argv: list[str]) -> tuple[object, list[str], str]:
-    """The exit code, "none" if the flags were accepted, the balancers in force and what was printed."""
+Told = tuple[tuple[object, list[str], bool], list[str]]
+
+
+def _balancers(argv: list[str]) -> tuple[tuple[object, list[str], bool], list[str]]:
+    """The exit code, "none" if the flags were accepted, the balancers in force and whether weight gradients fill waits;
+    and the lines that tell of balancers."""
     from megatron.balanced.trainer.arguments import parse_arguments
 
     said = io.StringIO()
+    code, on, fills = "none", [], False
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         try:
             _, config = parse_arguments(argv)
+            on = [name for name in NAMES if getattr(config, name).enabled]
+            fills = config.fill_with_weight_gradients
         except SystemExit as stop:
-            return stop.code, [], said.getvalue()
-    on = config.experts.enabled, config.sequences.enabled, config.layers.enabled
-    return "none", [name for name, is_on in zip(NAMES, on, strict=True) if is_on], said.getvalue()
+            code = stop.code
+    return (code, on, fills), [line for line in said.getvalue().splitlines() if "--bal" in line or "error" in line]
 
 
-def _parse(pool, flags: str) -> tuple[object, list[str], list[str]]:
-    """As `_balancers`, with the lines that tell of balancers, on the first of four ranks."""
-    (code, on, said), *others = pool.run(4, _balancers, [*BASE, *flags.split()])
-    assert all((other_code, other_on) == (code, on) for other_code, other_on, _ in others)
-    lines = [
-        line
-        for text in (said, *(text for *_, text in others))
-        for line in text.splitlines()
-        if "--bal" in line or "error" in line
-    ]
-    return code, on, lines
+@pytest.fixture(scope="module")
+def parsed(pool) -> dict[str, Told]:
+    """What four ranks say of all flags below, one after the other; a line of one rank is a line of all."""
+    every = [flags for table in (CASES, FILLED, REFUSED) for flags, *_ in table.values()]
+    ranks = pool.run(4, started_anew, [[*BASE, *flags.split()] for flags in every], _balancers)
+    told = {}
+    for flags, of_ranks in zip(every, zip(*ranks, strict=True), strict=True):
+        assert all(found == of_ranks[0][0] for found, _ in of_ranks), of_ranks
+        told[flags] = of_ranks[0][0], [line for _, lines in of_ranks for line in lines]
+    return told
 
 
 # flags, balancers in force, words of what is said of the others
@@ -63,24 +69,15 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_in_force(pool, case):
+def test_what_is_in_force(parsed, case):
     flags, expected, words = CASES[case]
-    code, on, lines = _parse(pool, flags)
+    (code, on, _), lines = parsed[flags]
     assert (code, on) == ("none", expected.split()), lines
     off = set(NAMES) - set(on) if "all" in flags.split() else set()
     told = [line for line in lines if "nothing to balance" in line or "--balance all leaves" in line]
     assert len(told) == len(off), "once for all ranks"
     for word in words:
         assert any(word in line for line in told), told
-
-
-def _fills(argv: list[str]) -> tuple[bool, str]:
-    """Whether weight gradients fill waits, and what was printed."""
-    from megatron.balanced.trainer.arguments import parse_arguments
-
-    with contextlib.redirect_stdout(io.StringIO()) as said:
-        _, config = parse_arguments(argv)
-    return config.fill_with_weight_gradients, said.getvalue()
 
 
 # flags, whether waits are filled
@@ -98,11 +95,11 @@ FILLED = {
 
 
 @pytest.mark.parametrize("case", FILLED)
-def test_waits_are_filled_where_that_pays(pool, case):
+def test_waits_are_filled_where_that_pays(parsed, case):
     flags, expected = FILLED[case]
-    (fills, said), *others = pool.run(4, _fills, [*BASE, *flags.split()])
-    assert [fills, *(other for other, _ in others)] == [expected] * 4
-    assert ("--balance all switches on --fill-with-weight-gradients" in said) == expected
+    (_, _, fills), lines = parsed[flags]
+    assert fills == expected
+    assert any("--balance all switches on --fill-with-weight-gradients" in line for line in lines) == expected
 
 
 def test_a_validation_alone_is_that_of_a_run_without(pool, tmp_path):
@@ -131,8 +128,8 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_refused(pool, case):
+def test_what_is_refused(parsed, case):
     flags, words = REFUSED[case]
-    code, _, lines = _parse(pool, flags)
+    (code, *_), lines = parsed[flags]
     (line,) = [line for line in lines if "error" in line] or lines
     assert code == 2 and words in line

@@ -22,8 +22,8 @@ BY_HAND = {
         lengths, cluster, shape=shape
     ),
     "sequences.planner.compile_rank": lambda plan, rank, **_: compile_rank(plan, rank),
-    "experts.planning.plan_replicas": lambda load, cluster, *, drift, **_: plan_replicas(
-        load, cluster, slots=ExpertConfig().replica_slots, drift=drift
+    "experts.planning.plan_replicas": lambda load, cluster, *, drift, keep, **_: plan_replicas(
+        load, cluster, slots=ExpertConfig().replica_slots, drift=drift, keep=keep
     ),
     "layers.planning.plan_pipeline": lambda cost, pipeline, *, current, **_: plan_pipeline(
         cost, Pipeline(pipeline.stages, pipeline.micro_batches), current=current

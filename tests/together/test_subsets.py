@@ -116,7 +116,7 @@ def runs(pool, tmp_path_factory) -> Runs:
 
 
 @pytest.mark.limit(3000)
-@pytest.mark.parametrize("chosen", SETS, ids=_name)
+@pytest.mark.parametrize("chosen", SETS[1:], ids=_name)
 def test_a_set_equals_one_rank(runs, chosen):
     losses, tensors = differences(runs.long(chosen), runs.reference(LONG))
     assert losses <= TOLERANCE

@@ -25,10 +25,8 @@ NAMES = {
 # Where and what, and how its rows or its page say so.
 STATED = {
     ("experts/emulated.py", "slots", 8): "rows named '8 slots', of planners that need more than two",
-    ("experts/regimes.py", "slots", 0): "a bound, of a layer without replicas",
-    ("experts/regimes.py", "slots", 1): "the exact search, whose placements are few enough with one slot",
+    ("experts/modelled.py", "slots", 0): "a bound, of a layer without replicas",
     ("idle.py", "experts.min_gain", None): "nothing is worth a replica, so that only the cost of looking is left",
-    ("layers/plans.py", "min_stages", 2): "rows are named by their number of stages",
     ("layers/training.py", "--layer-balance-interval", None): "a line above the table",
     ("together/workload.py", "--layer-balance-interval", None): "a line above the table",
     ("together/workload.py", "sequences.planner", None): "a line above the table",

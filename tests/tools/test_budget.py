@@ -11,10 +11,10 @@ from tests.support.patience import PATIENCE
 REPOSITORY = Path(__file__).resolve().parents[2]
 # Folders -> most lines of their Python files, rounded up to hundreds.
 MOST = {
-    ("balancing", "megatron"): 41_200,
+    ("balancing", "megatron"): 42_200,
     ("balancing_tools",): 4_900,
-    ("tests",): 50_000,
-    ("benchmarks", "scripts"): 15_100,
+    ("tests",): 49_500,
+    ("benchmarks", "scripts"): 12_800,
 }
 
 

@@ -17,7 +17,6 @@ from balancing_tools import cluster as measure
 from balancing_tools.cluster import main
 from tests.support.command import run_python
 
-REPOSITORY = Path(__file__).parents[2]
 SMALL = Cluster(
     nodes=2,
     ranks_per_node=8,
@@ -145,11 +144,6 @@ def test_a_group_in_a_rack_is_on_one_node(monkeypatch):
     assert cluster_of(list(range(0, 128, 8)), rack).nodes == 2
     server = Cluster.from_spec("b200-8x400g", 128, ranks_per_node=4)
     assert cluster_of(list(range(32)), server).nodes == cluster_of(list(range(32)), None).nodes == 8
-
-
-def test_an_unknown_preset_names_the_known_ones():
-    with pytest.raises(ValueError, match=r"'h200' \(did you mean 'h200-8x400g'\?\).*a800-4x200g"):
-        Cluster.preset("h200")
 
 
 @pytest.mark.parametrize(

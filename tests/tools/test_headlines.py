@@ -1,12 +1,11 @@
 """Published headlines: the page says what the data say, and rows are judged by them."""
 
-import json
 from pathlib import Path
 
 import pytest
 
 from benchmarks.experts import emulated as experts_emulated
-from benchmarks.headlines.__main__ import _experts_emulated, _layers_emulated, _sequences_emulated, main
+from benchmarks.headlines.__main__ import _experts_emulated, _layers_emulated, _sequences_emulated
 from benchmarks.headlines.data import HEADLINES, NAMES, QUESTIONS, SETTINGS
 from benchmarks.headlines.table import Row, table
 from benchmarks.layers import emulated as layers_emulated
@@ -50,31 +49,6 @@ def test_a_headline_that_is_missed_without_a_reason_fails() -> None:
     told = _row(times=slow, reason="links are full")
     assert not told.fails and told.cells()[-1].endswith(", missed")
     assert "- Missed, links are full: Zeppelin, mean, modelled.\n" in table([told])
-
-
-def test_the_table_shows_published_figures_beside_ours() -> None:
-    question, _, head, _, line, *rest = table([_row(), _row(usual=True)]).splitlines()
-    cells = dict(zip(map(str.strip, head.split("|")), map(str.strip, line.split("|")), strict=True))
-    assert cells["published"] == "2.80" and cells["rival"] == "4.5 s (x)" and cells["ours, limit"] == "2.5 s, 1.25 s"
-    assert cells["how"] == "modelled, multi-head" and rest[-1].startswith("- **multi-head**: ")
-    assert question == f"### {QUESTIONS['S']}" and len([each for each in rest if each.startswith("| ")]) == 1
-
-
-def test_layers_reach_every_headline_simulated(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    mark = PAGE.read_text().split("\n<!-- ")[1].splitlines()[0]
-    page.write_text(f"before\n<!-- {mark}\nold\n<!-- {mark}\nafter\n")
-    assert main(["--only", "layers", "--json", str(tmp_path / "rows.json"), "--page", str(page)]) == 0
-    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
-    best = {row["headline"]: max(own["gain"] for own in rows if own["headline"] == row["headline"]) for row in rows}
-    published = {name: one.figure for name, one in HEADLINES.items() if name.startswith("DynMo")}
-    assert {name for name, gain in best.items() if round(gain, 2) >= published[name]} == published.keys()
-    for row in rows:
-        assert (
-            row["times"]["limit"][0] < row["times"]["ours"][0] <= min(row["times"]["none"][0], row["times"]["rival"][0])
-        )
-    before, *shown, after = page.read_text().splitlines()
-    assert (before, after) == ("before", "after") and "old" not in shown and any("early exit" in line for line in shown)
 
 
 def test_rows_by_the_clock_have_the_time_of_each_method(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,14 +65,15 @@ _MISSED = (0, 1)
 # In the process of the tests, a few seconds together.
 QUICK: dict[str, list[Form]] = {
     "benchmarks.whatif": [Form("--gains"), Form("--emulated")],
-    "benchmarks.sequences.once_a_node": [Form("--quick --ranks 8 --lengths {lengths}")],
     "benchmarks.layers.plans": [Form("--quick --layers 8 --trace benchmarks/traces/early_exit.npz", _MISSED)],
     "benchmarks.layers.overlap": [Form("--quick", _MISSED)],
+    "benchmarks.sequences.data_parallel": [Form("--quick")],
+    "benchmarks.headlines": [Form("--only layers")],
 }
 # In processes of their own, most with ranks. --quick is as short as it is printed.
 LONG: dict[str, list[Form]] = {
     "benchmarks.costs": [Form("", _MISSED), Form("--plans")],
-    "benchmarks.whatif": [Form(), Form("--planners")],
+    "benchmarks.whatif": [Form()],
     "benchmarks.host": [Form("--quick", _MISSED)],
     "benchmarks.idle": [Form("--quick")],
     "benchmarks.observation": [Form("--quick")],
@@ -81,7 +82,7 @@ LONG: dict[str, list[Form]] = {
     "benchmarks.experts.regimes": [Form("--cells 1x1", _MISSED)],
     "benchmarks.experts.training": [Form("--quick")],
     "benchmarks.experts.emulated": [Form("--quick --ranks 8")],
-    "benchmarks.sequences.plans": [Form("--quick --ranks 8", _MISSED)],
+    "benchmarks.sequences.plans": [Form("--quick --ranks 8 --lengths {lengths}", _MISSED)],
     "benchmarks.sequences.training": [Form("--quick")],
     "benchmarks.sequences.emulated": [Form("--quick --samples", _MISSED)],
     "benchmarks.sequences.micro_batches": [Form("--quick --emulated --sources lognormal", _MISSED)],
@@ -101,7 +102,6 @@ TESTED: dict[str, list[Form]] = {
     "benchmarks.published": [_tested("--quick --only", "tests/tools/test_published.py")],
     "benchmarks.headlines": [_tested("--emulated", "tests/tools/test_headlines.py")],
     "benchmarks.sequences.micro_batches": [_tested("--quick --lengths", "tests/sequences/test_micro_batches.py")],
-    "benchmarks.sequences.data_parallel": [_tested("", "tests/sequences/test_data_parallel.py")],
     "tests.support.bridge_recipes": [_tested("", "tests/tools/test_bridge_recipes.py")],
     "tests.support.recipes": [_tested("", "tests/tools/test_recipe.py")],
     "tests.support.limits": [_tested("", "tests/tools/test_support.py")],

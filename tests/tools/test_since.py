@@ -51,14 +51,6 @@ def test_a_figure_is_of_this_code_if_only_comments_names_and_other_files_changed
     assert (age.command, age.commit, age.files, age.changed) == ("python -m benchmarks.steps", FIRST, 5, ())
 
 
-def test_changed_files_are_named_nearest_first(tree: Path) -> None:
-    (tree / "balancing/cost.py").write_text("def seconds():\n    return 2\n")
-    (tree / "benchmarks/steps.py").write_text('from balancing import plan\n\nRANK = "benchmarks.rank", 2\n')
-    (age,) = ages(ROW, tree)
-    assert age.changed == ("benchmarks/steps.py", "balancing/cost.py")
-    assert str(age).endswith(f"{FIRST} python -m benchmarks.steps: 2 of 6 files changed: {', '.join(age.changed)}")
-
-
 def test_a_commit_that_git_does_not_know_is_named(tree: Path) -> None:
     with pytest.raises(ValueError, match=r"'abcdef0'.*needs a clone with history"):
         ages(ROW.replace(FIRST, "abcdef0"), tree)

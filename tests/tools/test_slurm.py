@@ -61,32 +61,6 @@ if restarts == 0:
     time.sleep(3600)
 """
 
-# Two of four ranks leave, the first gives their nodes back to Slurm, the rest go on and reduce again.
-SHRINKS = """
-import datetime, os, subprocess, time
-import torch, torch.distributed as dist
-dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=600))
-rank = dist.get_rank()
-rest = dist.new_group([0, 1])
-processes = [None] * 4
-dist.all_gather_object(processes, os.getpid())
-idle = lambda: subprocess.run(["sinfo", "-hN", "-tidle", "-o%N"], capture_output=True, text=True).stdout.split()
-if rank < 2:
-    if rank == 0:
-        while any(os.path.exists(f"/proc/{process}") for process in processes[2:]):
-            time.sleep(0.05)
-        update = ["scontrol", "update", f"JobId={os.environ['SLURM_JOB_ID']}", "NumNodes=2"]
-        subprocess.run(update, check=True)
-        while len(nodes := idle()) < 2:
-            time.sleep(0.05)
-    total = torch.tensor(float(rank + 1))
-    dist.all_reduce(total, group=rest)
-    print("RESULT", rank, int(total), flush=True)
-    if rank == 0:
-        print("NODES", *nodes, flush=True)
-os._exit(0)
-"""
-
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[SlurmCluster]:
@@ -192,14 +166,6 @@ def test_job_that_saves_nothing_is_not_requeued_forever(cluster: SlurmCluster, c
     state = cluster.wait(job)
     assert (state["JobState"], state["Restarts"]) == ("FAILED", "0")
     assert "no checkpoint was written in this run" in checkout.log(job)
-
-
-def test_nodes_are_given_back_from_inside_a_job(cluster: SlurmCluster, checkout: Checkout) -> None:
-    job = checkout.submit(cluster, SHRINKS, "--nodes=4", "--ntasks-per-node=1")
-    state = cluster.wait(job)
-    assert (state["JobState"], state["NumNodes"]) == ("COMPLETED", "2"), checkout.log(job)
-    assert [tagged(checkout.rank_log(job, rank), "RESULT") for rank in (0, 1)] == [[["0", "3"]], [["1", "3"]]]
-    assert "NODES n3 n4" in checkout.rank_log(job, 0)
 
 
 def test_one_rank_per_gpu_when_no_tasks_are_asked_for(cluster: SlurmCluster, checkout: Checkout) -> None:

@@ -1,9 +1,26 @@
-"""The page of what works: cells say tested, not run or which GPU; what is refused is what the table of checks has. The
-tiers of tests name what there is."""
+"""The page of what works: cells say tested, not run or which GPU; what is refused is what the table of checks has, each
+row of which refuses its values alone. The tiers of tests name what there is."""
 
+import argparse
 from pathlib import Path
 
-from megatron.balanced.shared.incompatible import INCOMPATIBLE, ON, one_of, other_than
+import pytest
+
+from examples.dynamic_models import checks
+from megatron.balanced.shared.incompatible import (
+    INCOMPATIBLE,
+    LOOPS,
+    ON,
+    TRAINER,
+    IncompatibleError,
+    Values,
+    check_compatible,
+    one_of,
+    other_than,
+    refused,
+    shown,
+    switch_off,
+)
 from tests.support import tiers
 from tests.support.limits import BALANCERS, DOCS, FEATURES, PAGES, written
 
@@ -33,6 +50,40 @@ def test_values_of_lists():
     assert 0.1 in ON and [0.0, 0.1] in ON and [0.0] not in ON and None not in ON
     assert ["aux_loss", "sinkhorn"] in one_of("sinkhorn") and ["aux_loss"] not in one_of("sinkhorn")
     assert [1, 0] in other_than(1) and 1 not in other_than(1) and None not in other_than(1)
+
+
+def _example(values: Values) -> object:
+    """One of these values."""
+    return "another" if values.others and values.named else values.named[0] if values.named else True
+
+
+@pytest.mark.parametrize("table", [INCOMPATIBLE, checks.INCOMPATIBLE], ids=["balancers", "dynamic models"])
+def test_every_row_refuses_its_values_alone(table):
+    """In one line: the feature, the flag as it was given, the reason and the way out, and the flags of other rows. Or
+    `pretrain_gpt.py` switches the flag off, and a line says so."""
+    for row in table:
+        beside = {name: _example(values) for name, values in row.only_with.items()}
+        wrong = beside | {row.flag: _example(row.values)}
+        for feature in row.features:
+            for where in (TRAINER, LOOPS):
+                counts = row.where in (None, where) and not (row.switches_off and where == TRAINER)
+                assert (row in refused(wrong, feature, where, table)) == counts, row
+            assert row not in refused(wrong, "another feature", row.where or TRAINER, table)
+        assert all(not row.refuses(wrong | {name: None}) for name in wrong), row
+        right = row.values.named if row.values.others else ("another",)
+        assert not any(row.refuses(beside | {row.flag: value}) for value in (*right, None, False, 0, "", [])), row
+        if row.where == LOOPS:
+            continue
+        if row.switches_off:
+            args = argparse.Namespace(**wrong)
+            note = f"--it switches {shown(row.flag, wrong[row.flag])} off: {row.why}"
+            assert switch_off(args, row.features[0], "--it") == [note] and getattr(args, row.flag) is False
+            assert switch_off(args, row.features[0], "--it") == []
+            continue
+        with pytest.raises(IncompatibleError) as error:
+            check_compatible(argparse.Namespace(**wrong), row.features[0], "--it", [("--more", "", "")], table=(row,))
+        said = f"--it is incompatible with {shown(row.flag, wrong[row.flag])}: {row.why}; {row.instead}"
+        assert str(error.value) == f"{said} (also incompatible: --more)" and "\n" not in said
 
 
 def test_the_tiers_name_files_that_are_there():

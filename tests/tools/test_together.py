@@ -6,8 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.together.__main__ import rows_of
-from benchmarks.together.demo import _attention, pace_of, quick_steps
+from benchmarks.together.demo import pace_of
 from benchmarks.together.workload import (
     CONTEXT,
     EXPERTS,
@@ -15,7 +14,6 @@ from benchmarks.together.workload import (
     LAYERS,
     TOKENS,
     TOP_K,
-    VARIANTS,
     Pace,
     lengths_of,
     pairs_of,
@@ -45,10 +43,6 @@ def test_even_work_is_the_same_work():
     assert pace_of(even.step(3)) == pytest.approx(0.03)
 
 
-def test_documents_are_uneven_as_megatron_spreads_them():
-    assert _attention() > 1.5
-
-
 def test_routing_is_recorded_uneven_and_complete():
     tokens = TOKENS // CONTEXT
     imbalance = []
@@ -59,28 +53,6 @@ def test_routing_is_recorded_uneven_and_complete():
             of_ranks = counts.sum(0).reshape(4, -1).sum(1)
             imbalance.append(of_ranks.max() / of_ranks.mean())
     assert np.mean(imbalance[:LAYERS]) > 1.4 and set(imbalance[LAYERS:]) == {1}
-
-
-def test_steps_count_behind_those_that_warm_up():
-    assert quick_steps(VARIANTS["sequences"]) == (0,)
-    assert quick_steps(VARIANTS["all"]) == (0, 1, 3), "layers move after the third step"
-
-
-def test_a_busy_machine_is_told_in_one_line(tmp_path, monkeypatch, capsys):
-    from benchmarks.together import demo
-
-    monkeypatch.setattr(demo, "_own_seconds", lambda cluster, folder: 3.0)
-    assert demo.demonstrate(tmp_path, short=False) == demo.BUSY
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "too busy" in said and not list(tmp_path.iterdir())
-
-
-def test_gains_alone_are_multiplied():
-    steps = {"none": [6.0, 6.0], "layers": [5.0], "experts": [4.0], "layers + experts": [3.0], "limit": [2.4]}
-    rows = {row.name: row for row in rows_of(steps)}
-    both = rows["layers + experts"]
-    assert both.gain == 2 and both.alone == pytest.approx(1.2 * 1.5) and both.to_limit == pytest.approx(0.8)
-    assert rows["layers"].alone is None
 
 
 def test_the_demonstration_refuses_what_it_does_not_know():
@@ -109,14 +81,3 @@ def test_the_demonstrations_ranks_train_with_all_balancers_and_are_drawn(tmp_pat
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["5"] and (tmp_path / "together.png").read_bytes()[:4] == b"\x89PNG"
     assert "layers moved to" in "".join(path.read_text() for path in tmp_path.glob("rank_*.log"))
-
-
-@pytest.mark.exhaustive(turn=0)
-def test_the_demonstration_ends_with_a_picture(tmp_path):
-    command = ["-W", "ignore", "-m", "benchmarks.together", "--demo", tmp_path, "--short"]
-    done = run_python(*command, timeout=3 * PATIENCE)
-    assert done.returncode == 0, done.stderr
-    assert [line.split()[0] for line in done.stdout.splitlines()] == ["8", "layers", "all"]
-    assert (tmp_path / "together.png").read_bytes()[:4] == b"\x89PNG"
-    assert (tmp_path / "all/report/trace.json").exists()
-    assert "layers moved to" in "".join(path.read_text() for path in (tmp_path / "all").glob("rank_*.log"))

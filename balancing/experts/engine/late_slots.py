@@ -21,6 +21,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from balancing.experts.engine.chains import Chain
 from balancing.experts.engine.slots import ReplicaSlots
 from balancing.experts.placement import ReplicaPlacement
@@ -35,12 +37,16 @@ class LateChains:
     chains: list[Chain]
 
 
-def late_chains(placement: ReplicaPlacement, rank: int) -> LateChains | None:
-    """The late copies of `placement`; None if it has none."""
-    late, chains = placement.late, []
-    for expert in sorted(placement.late_experts):
-        holds = (late == expert).any(1)
-        ranks = (int(placement.home[expert]), *holds.nonzero()[0].tolist())
+def late_chains(home: np.ndarray, late: np.ndarray, rank: int) -> LateChains | None:
+    """The late copies of a pass; None if it has none.
+
+    home: int [expert], the rank of each.
+    late: int [rank, late slot], the expert in each late slot, -1 in empty ones.
+    rank: this rank.
+    """
+    chains = []
+    for expert in np.unique(late[late >= 0]).tolist():
+        ranks = (int(home[expert]), *np.flatnonzero((late == expert).any(1)).tolist())
         place = ranks.index(rank) if rank in ranks else None
         chains.append(Chain(expert, ranks, place, late[rank].tolist().index(expert) if place else None))
     return LateChains(chains) if chains else None

@@ -5,40 +5,12 @@ the loads of ranks. Tables belong to the planned placement. Late copies are data
 expert with late copies leaves its class and gets a turn of its own in each sweep.
 """
 
-import torch
 import triton
 import triton.language as tl
 
-from balancing.experts.split.split import LATE_ROUNDS, LATE_SWEEPS
-from balancing.experts.split.split_kernel import EXPERT, PHYSICAL, POSITION, ROWS, SplitKernels, instances, pour
+from balancing.experts.split.kernel_steps import EXPERT, PHYSICAL, POSITION, ROWS, instances, pour
 
-__all__ = ["LateKernels", "add_late"]
-
-
-class LateKernels(SplitKernels):
-    """`SplitKernels` of a placement with late slots, which are empty in it."""
-
-    def with_late(self, load: torch.Tensor, permille: int, least: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Split a load over the instances and late copies, as `LateCopies` does. The host waits for nothing.
-
-        load: int [source_rank, expert] on the device.
-        permille, least: as in `LateCopies`.
-
-        Returns the split, int64 [source_rank, physical], and the expert of each physical number, int64 [physical], -1
-        for an empty slot.
-        """
-        place, load = self._placement, load.to(torch.int64).contiguous()
-        names = load.new_empty(len(place.phys2log))
-        scratch = load.new_empty(2 * len(names) + place.experts + place.num_ranks * place.late_slots)
-        widths = {"LOCALS": triton.next_power_of_2(len(names) // place.num_ranks), "LATE": place.late_slots}
-        with torch.cuda.device_of(load):
-            totals = load.sum(0)
-            quota = self._quotas(totals)
-            add_late[(1,)](
-                totals, quota, names, scratch, self._tables, *self._sizes(), permille, least, LATE_SWEEPS, **widths,
-                ROUNDS=LATE_ROUNDS, **self._options,
-            )  # fmt: skip
-            return self._divide(load, quota, names, place.late_slots), names
+__all__ = ["add_late"]
 
 
 @triton.jit(

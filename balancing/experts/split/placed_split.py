@@ -5,7 +5,7 @@
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from balancing.experts.placement import ReplicaPlacement, color_by_rank
 from balancing.experts.split.split import MOST_RANKS, Splitter, run_starts, sweeps_of
 from balancing.upload import upload
 
-__all__ = ["PlacedSplit", "SplitTables", "kernels_split", "place_all"]
+__all__ = ["LateSplit", "PlacedSplit", "SplitTables", "kernels_split", "place_all"]
 
 
 def kernels_split(placement: ReplicaPlacement, device: torch.device | None) -> bool:
@@ -30,7 +30,22 @@ def kernels_split(placement: ReplicaPlacement, device: torch.device | None) -> b
         from balancing.experts.split import split_kernel
     except ImportError:
         return False
-    return split_kernel.kernels_work(placement.num_ranks, device)
+    return split_kernel.kernels_work(placement.num_ranks, device, placement.late_slots)
+
+
+class LateSplit(NamedTuple):
+    """A split with late copies: NumPy arrays, or tensors on the device of the loads.
+
+    served: int64 [source_rank, physical], tokens of each source rank that each instance serves.
+    before: int64 [source_rank, physical], tokens of lower-numbered instances of the same expert (`tokens_before`).
+    expert: int64 [physical], the expert of each physical number; 0 for an empty slot.
+    late: int64 [rank, late slot], the expert in each late slot, -1 in empty ones.
+    """
+
+    served: Any
+    before: Any
+    expert: Any
+    late: Any
 
 
 class SplitTables:
@@ -38,31 +53,20 @@ class SplitTables:
 
     placement: the instances.
     device: where loads are; None for NumPy arrays.
-    late: fills the late slots of `placement` for each load; None leaves them empty.
-    splitter: of `placement`, if there is one.
     """
 
-    def __init__(
-        self,
-        placement: ReplicaPlacement,
-        device: torch.device | None,
-        late: LateCopies | None = None,
-        splitter: Splitter | None = None,
-    ) -> None:
-        self.placement, self.device, self.late = placement, device, late
-        # This order of physical numbers puts the instances of an expert side by side.
-        order = np.argsort(placement.phys2log, kind="stable")
-        first, back = run_starts(placement.phys2log[order]), np.argsort(order)
-        self.indices = np.stack([np.maximum(placement.phys2log, 0), order, back, first[back]])
-        self.splitter = splitter
+    def __init__(self, placement: ReplicaPlacement, device: torch.device | None) -> None:
+        self.placement, self.device = placement, device
+        self.indices = _indices(placement)
+        self.splitter: Splitter | None = None
         self.kernel_tables: np.ndarray | None = None
-        if splitter is None and placement.replicas and kernels_split(placement, device):
+        if (placement.replicas or placement.late_slots) and kernels_split(placement, device):
             from balancing.experts.split.split_kernel import kernel_tables
 
             classes = color_by_rank(placement)
             self.classes = len(classes)
             self.kernel_tables = kernel_tables(placement, classes)
-        elif splitter is None:
+        else:
             self.splitter = Splitter(placement)
 
 
@@ -81,27 +85,12 @@ class PlacedSplit:
         self.placement, self._device = tables.placement, tables.device
         self._order, self._ends = indices[1], indices[2:].reshape(-1)
         self.expert: torch.Tensor = torch.as_tensor(indices[0])
-        self._splitter, self._late, self._kernels = tables.splitter, tables.late, None
+        self._tables, self._splitter, self._kernels = tables, tables.splitter, None
         if kernel_tables is not None:
             from balancing.experts.split.split_kernel import SplitKernels
 
             sweeps = sweeps_of(tables.placement, tables.classes)
             self._kernels = SplitKernels(tables.placement, tables.classes, sweeps, kernel_tables)
-
-    def with_late_copies(self, load: Any) -> "PlacedSplit":
-        """The split over the placement with the late copies that a load needs; this one if it needs none. On a GPU the
-        host waits for the load.
-
-        load: int [source_rank, expert].
-        """
-        if self._late is None:
-            return self
-        totals = load.sum(0) if self._device is None else load.sum(0).cpu().numpy()
-        splitter = self._late(totals)
-        if not splitter.placement.late_copies:
-            return self
-        (placed,) = place_all([SplitTables(splitter.placement, self._device, splitter=splitter)], self._device)
-        return placed
 
     def split(self, load: Any) -> Any:
         """Tokens of each source rank that each instance serves: int64 [source_rank, physical].
@@ -115,19 +104,51 @@ class PlacedSplit:
             return self._splitter(load)
         return upload(self._splitter(load.cpu().numpy()), self._device)
 
+    def split_late(self, load: Any, permille: int, least: int) -> LateSplit:
+        """Split a load over the instances and late copies, for a placement with late slots.
+
+        load: int [source_rank, expert].
+        permille, least: as in `LateCopies`.
+        """
+        place = self.placement
+        assert place.late_slots and not place.late_copies
+        if self._kernels is not None:
+            served, before, names = self._kernels.with_late(load, permille, least)
+            return LateSplit(served, before, names.clamp(min=0), names.view(len(load), -1)[:, -place.late_slots :])
+        assert self._splitter is not None
+        counts = load if self._device is None else load.cpu().numpy()
+        placed, tokens = LateCopies(self._splitter, permille, least).split(counts)
+        expert, order, *ends = self._tables.indices if placed is place else _indices(placed)
+        found = tokens, _tokens_before(tokens, order, np.concatenate(ends)), expert, placed.late
+        device = self._device
+        return LateSplit(*(found if device is None else [upload(np.ascontiguousarray(part), device) for part in found]))
+
     def tokens_before(self, served: Any) -> Any:
         """For each instance, the tokens of lower-numbered instances of the same logical expert: int [.., physical].
 
         served: int [.., physical], tokens of each instance.
         """
-        if self._device is None:
-            tokens = served.take(self._order, -1)
-            ends = (tokens.cumsum(-1) - tokens).take(self._ends, -1)
-        else:
-            tokens = served.index_select(-1, self._order)
-            ends = (tokens.cumsum(-1) - tokens).index_select(-1, self._ends)
-        number = len(self._order)
-        return ends[..., :number] - ends[..., number:]
+        return _tokens_before(served, self._order, self._ends)
+
+
+def _indices(placement: ReplicaPlacement) -> np.ndarray:
+    """The tables of `tokens_before`: int64 [4, physical]. The logical expert, an order of physical numbers that puts
+    instances of an expert side by side, and in it the position of each, and of the expert's first."""
+    order = np.argsort(placement.phys2log, kind="stable")
+    first, back = run_starts(placement.phys2log[order]), np.argsort(order)
+    return np.stack([np.maximum(placement.phys2log, 0), order, back, first[back]])
+
+
+def _tokens_before(served: Any, order: Any, ends: Any) -> Any:
+    """`PlacedSplit.tokens_before`. order, ends: of `_indices`, the last two rows one after the other."""
+    if isinstance(order, np.ndarray):
+        tokens: Any = served.take(order, -1)
+        ends = (tokens.cumsum(-1) - tokens).take(ends, -1)
+    else:
+        tokens = served.index_select(-1, order)
+        ends = (tokens.cumsum(-1) - tokens).index_select(-1, ends)
+    number = len(order)
+    return ends[..., :number] - ends[..., number:]
 
 
 def place_all(tables: Sequence[SplitTables], device: torch.device | None) -> list[PlacedSplit]:

@@ -100,22 +100,32 @@ class Splitter:
 
     placement: the instances and the `SplitRule`.
     sweeps: as in `split_tokens`.
+    start: with late copies the split begins from that of `start`, over the same placement with empty late slots; None
+        builds it.
     """
 
-    def __init__(self, placement: ReplicaPlacement, *, sweeps: int | None = None) -> None:
+    def __init__(
+        self, placement: ReplicaPlacement, *, sweeps: int | None = None, start: "Splitter | None" = None
+    ) -> None:
         if sweeps is not None and sweeps < 1:
             raise ValueError(f"sweeps={sweeps} must be at least 1")
-        self.placement = placement
+        if placement.late_copies:
+            start = start or Splitter(placement.with_late(np.full_like(placement.late, -1)), sweeps=sweeps)
+            sweeps = LATE_SWEEPS
+        self.placement, self._start = placement, start
         classes = color_by_rank(placement)
-        # With late copies the split begins from that of the planned instances.
-        self._planned = Splitter(placement.planned, sweeps=sweeps) if placement.late_copies else None
-        self._sweeps = LATE_SWEEPS if self._planned else sweeps or sweeps_of(placement, len(classes))
+        self._sweeps = sweeps or sweeps_of(placement, len(classes))
         self._build(classes)
 
-    def __call__(self, load: np.ndarray) -> np.ndarray:
+    def with_late(self, late: np.ndarray) -> "Splitter":
+        """The splitter with these late copies instead of empty late slots. late: int [rank, late slot]."""
+        return Splitter(self.placement.with_late(late), start=self)
+
+    def __call__(self, load: np.ndarray, quota: np.ndarray | None = None) -> np.ndarray:
         """Tokens of each source rank that each instance serves: int64 [source_rank, physical].
 
         load: int [source_rank, expert], not checked.
+        quota: `quotas` of the load, if they are known.
         """
         starting = np.ascontiguousarray(load.T, dtype=np.int64)  # [expert, source], so that lookups read whole rows
         served = np.zeros((len(self.placement.phys2log), self.placement.num_ranks), dtype=np.int64)
@@ -124,7 +134,8 @@ class Splitter:
             return served.T
         if self.placement.split == "own":
             return self._serve_own(starting, served).T
-        served[self._physical] = self._by_source(starting, self.quotas(starting.sum(1))[self._physical])
+        quota = self.quotas(starting.sum(1)) if quota is None else quota
+        served[self._physical] = self._by_source(starting, quota[self._physical])
         return served.T
 
     def quotas(self, totals: np.ndarray) -> np.ndarray:
@@ -138,12 +149,11 @@ class Splitter:
         if not self._classes:
             return quota
         total = totals[self._cell_expert]
-        if self._planned is None:
+        if self._start is None:
             cells = self._even(total)
         else:
-            before, cells = np.zeros((place.num_ranks, len(quota) // place.num_ranks), np.int64), np.zeros_like(total)
-            before[:, : before.shape[1] - place.late_slots] = self._planned.quotas(totals).reshape(len(before), -1)
-            cells[self._cell] = before.reshape(-1)[self._physical]
+            cells = np.zeros_like(total)
+            cells[self._cell] = self._start.quotas(totals)[self._physical]
         share = self._by_class(cells)
         if place.split == "level":
             self._balance(totals, self._by_class(total), share)

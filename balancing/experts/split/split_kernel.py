@@ -19,31 +19,21 @@ import torch
 import triton
 import triton.language as tl
 
+from balancing.experts.late import LateCopies
 from balancing.experts.placement import ReplicaPlacement, color_by_rank
-from balancing.experts.split.split import MOST_RANKS, Splitter
+from balancing.experts.split.kernel_steps import COUNT, EXPERT, PHYSICAL, POSITION, ROWS, instances, pour
+from balancing.experts.split.late_kernel import add_late
+from balancing.experts.split.split import LATE_ROUNDS, LATE_SWEEPS, MOST_RANKS, Splitter
 from balancing.upload import upload
 
 __all__ = [
-    "EXPERT",
-    "PHYSICAL",
-    "POSITION",
-    "ROWS",
     "SplitKernels",
     "balance",
     "divide",
-    "instances",
     "kernel_tables",
     "kernels_work",
     "launch_options",
-    "pour",
 ]
-
-# Rows of a class's table. A row has one value per rank, for the class's expert on that rank; -1 if there is none.
-EXPERT = tl.constexpr(0)
-POSITION = tl.constexpr(1)  # position of the rank in the expert's chain
-COUNT = tl.constexpr(2)  # number of instances of the expert
-PHYSICAL = tl.constexpr(3)
-ROWS = tl.constexpr(4)
 
 
 def kernel_tables(placement: ReplicaPlacement, classes: list[list[int]]) -> np.ndarray:
@@ -93,7 +83,31 @@ class SplitKernels:
         load = load.to(torch.int64).contiguous()
         with torch.cuda.device_of(load):
             quota = self._quotas(load.sum(0))
-            return self._divide(load, quota, quota, 0)
+            return self._divide(load, quota)
+
+    def with_late(self, load: torch.Tensor, permille: int, least: int) -> tuple[torch.Tensor, ...]:
+        """Split a load over the instances and late copies, as `LateCopies` does, for a placement with late slots, which
+        are empty in it. One kernel more than a split.
+
+        load: int [source_rank, expert] on the device.
+        permille, least: as in `LateCopies`.
+
+        Returns `served` and `before` of `LateSplit`; and the expert of each physical number, int64 [physical], -1 for
+        an empty slot.
+        """
+        place, load = self._placement, load.to(torch.int64).contiguous()
+        names = load.new_empty(len(place.phys2log))
+        scratch = load.new_empty(2 * len(names) + place.experts + place.num_ranks * place.late_slots)
+        widths = {"LOCALS": triton.next_power_of_2(len(names) // place.num_ranks), "LATE": place.late_slots}
+        with torch.cuda.device_of(load):
+            totals = load.sum(0)
+            quota = self._quotas(totals)
+            add_late[(1,)](
+                totals, quota, names, scratch, self._tables, *self._sizes(), permille, least, LATE_SWEEPS, **widths,
+                ROUNDS=LATE_ROUNDS, **self._options,
+            )  # fmt: skip
+            before = load.new_zeros(place.num_ranks, len(names))
+            return self._divide(load, quota, place.late_slots, names, before), before, names
 
     def _quotas(self, totals: torch.Tensor) -> torch.Tensor:
         """Tokens of each instance: int64 [physical]; those of empty slots are not written. totals: int64 [expert]."""
@@ -103,12 +117,17 @@ class SplitKernels:
         balance[(1,)](totals, self._tables, quota, *sizes, self._sweeps, **self._options)
         return quota
 
-    def _divide(self, load: torch.Tensor, quota: torch.Tensor, names: torch.Tensor, late: int) -> torch.Tensor:
-        """The split: int64 [source_rank, physical]. names: as in `instances`; not read without late slots."""
+    def _divide(self, load: torch.Tensor, quota: torch.Tensor, late: int = 0, *tables: torch.Tensor) -> torch.Tensor:
+        """The split: int64 [source_rank, physical].
+
+        late: late slots of a rank. tables: `names` and `before` of `divide`, which are not used without late slots.
+        """
         place = self._placement
         served = load.new_zeros(place.num_ranks, len(quota))
         options = self._options | {"LATE": late}
-        divide[(place.experts,)](load, quota, names, served, self._tables, *self._sizes(), **options)
+        divide[(place.experts,)](
+            load, quota, *(tables or (quota, quota)), served, self._tables, *self._sizes(), **options
+        )
         return served
 
     def _sizes(self) -> tuple[int, ...]:
@@ -119,27 +138,33 @@ class SplitKernels:
 
 
 @cache
-def kernels_work(ranks: int, device: torch.device) -> bool:
+def kernels_work(ranks: int, device: torch.device, late_slots: int = 0) -> bool:
     """Whether the kernels compile and split a sample load on this device like NumPy. The answer is cached.
 
     A wrong split would hang a run or change its results. If the answer is no, a warning gives the reason.
 
     ranks: number of ranks of the sample placement.
     device: where the kernels run. The host waits for it.
+    late_slots: of a rank; the kernel of late copies is tried, too, if there are any.
     """
     generator, home = np.random.default_rng(0), np.arange(2 * ranks) // 2
     slots = np.stack([generator.choice(np.flatnonzero(home != rank), 2, replace=False) for rank in range(ranks)])
     placement = ReplicaPlacement(home, slots, ranks_per_node=-(-ranks // 2))
+    placement = placement.with_late(np.full((ranks, late_slots), -1))
     load = generator.integers(0, 1000, (ranks, 2 * ranks))
-    classes = color_by_rank(placement)
+    load[:, :2] *= 3  # more than its replicas can take
+    classes, splitter = color_by_rank(placement), Splitter(placement, sweeps=4)
     try:
-        tables = upload(kernel_tables(placement, classes), device)
-        served = SplitKernels(placement, len(classes), 4, tables)(torch.from_numpy(load).to(device))
+        tables, there = upload(kernel_tables(placement, classes), device), torch.from_numpy(load).to(device)
+        kernels = SplitKernels(placement, len(classes), 4, tables)
+        works = np.array_equal(kernels(there).cpu().numpy(), splitter(load))
+        if late_slots and works:
+            served = kernels.with_late(there, 1000, 0)[0]
+            works = np.array_equal(served.cpu().numpy(), LateCopies(splitter, 1000, 0)(load.sum(0))(load))
     except Exception as error:  # from Triton, the compilers that it starts, or the driver
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         warnings.warn(f"tokens are split on the host, because Triton fails to compile kernels: {reason}", stacklevel=2)
         return False
-    works = np.array_equal(served.cpu().numpy(), Splitter(placement, sweeps=4)(load))
     if not works:
         warnings.warn("tokens are split on the host, because the kernels give wrong counts here", stacklevel=2)
     return works
@@ -190,77 +215,16 @@ def balance(totals, tables, quota, classes, homes, local, sweeps, WIDTH: tl.cons
         load = pour(load, total, place, tl.load(row + POSITION * WIDTH), has, same, last)
 
 
-@triton.jit
-def pour(load, total, quota, position, has, same, last):
-    """Divide the tokens of experts without a common rank by water-filling. Returns the loads of ranks afterwards.
-
-    load: [rank], tokens of each rank, with the quotas so far. All other vectors are over ranks, too.
-    total: tokens of the expert that has an instance there.
-    quota: where the quota of that instance is; read and written.
-    position: of the instance in its chain.
-    has: whether there is an instance.
-    same: [rank, rank], whether both have instances of one expert.
-    last: whether this is the last sweep.
-    """
-    others = load - tl.load(quota, mask=has, other=0)
-    # The water reaches an instance if it fills the room below that instance's rank load.
-    room = tl.sum(tl.where(same, tl.maximum(others[None, :] - others[:, None], 0), 0), 0)
-    reached = has & (room <= total)
-    both = same & reached[:, None]
-    number = tl.maximum(tl.sum(both.to(tl.int32), 0), 1)
-    water = tl.sum(tl.where(both, others[:, None], 0), 0) + total
-    height = water // number
-    rest = water - height * number  # fewer tokens than instances below the water level
-    poured = tl.where(has, tl.maximum(height - others, 0), 0)
-    if last:
-        upto = tl.sum((both & (position[:, None] <= position[None, :])).to(tl.int32), 0)
-        poured += tl.where(reached & (upto <= rest), 1, 0)
-    else:
-        poured += tl.where(has & (position == 0), rest, 0)
-    tl.store(quota, poured, mask=has)
-    return others + poured
-
-
-@triton.jit
-def instances(expert, names, tables, classes, homes, ranks, per_node, experts, local, WIDTH: tl.constexpr, LATE):
-    """Of one expert: whether each rank holds it, the rank's position in its chain, and the physical number there.
-
-    names: int64 [physical], the expert of each physical number; read for the last LATE of each rank.
-    """
-    rank = tl.arange(0, WIDTH)
-    entry = tables + (classes * ROWS + homes) * WIDTH + expert
-    class_index, home = tl.load(entry), tl.load(entry + experts)
-    row = tables + tl.maximum(class_index, 0) * ROWS * WIDTH + rank
-    alone = class_index < 0
-    has = (alone & (rank == home // local)) | ((class_index >= 0) & (tl.load(row + EXPERT * WIDTH) == expert))
-    position = tl.where(alone, 0, tl.load(row + POSITION * WIDTH))
-    physical = tl.where(alone, home, tl.load(row + PHYSICAL * WIDTH))
-    if LATE:
-        comes = rank < 0
-        for slot in tl.static_range(LATE):
-            at = (rank + 1) * local - LATE + slot
-            here = tl.load(names + at, mask=rank < ranks, other=-1) == expert
-            comes, physical = comes | here, tl.where(here, at, physical)
-        # Late copies follow the planned instances of their node; new nodes come last (`ReplicaPlacement.chains`).
-        node = rank // per_node
-        near = (node[:, None] == node[None, :]) & has[:, None]
-        after = tl.max(tl.where(near, position[:, None], -1), 0)
-        after = tl.where(after < 0, tl.sum(has.to(tl.int32), 0), after)
-        key = tl.where(comes, (2 * after + 1) * WIDTH + rank, 2 * position * WIDTH)
-        has = has | comes
-        position = tl.sum((has[:, None] & (key[:, None] < key[None, :])).to(tl.int32), 0)
-    return has, position, physical
-
-
 @triton.jit(do_not_specialize=["classes", "homes", "ranks", "per_node", "experts", "local"])
 def divide(
-    load, quota, names, served, tables, classes, homes, ranks, per_node, experts, local, WIDTH: tl.constexpr,
+    load, quota, names, before, served, tables, classes, homes, ranks, per_node, experts, local, WIDTH: tl.constexpr,
     LATE: tl.constexpr,
 ):  # fmt: skip
     """Divide quotas over source ranks, first the same rank, then the same node. One program per expert.
 
     load: [source_rank, expert]. quota: [physical]. served: [source_rank, physical], zeros; written.
     names: as in `instances`.
+    before: as `served`, written if LATE: tokens of lower-numbered instances of the same expert.
     """
     expert = tl.program_id(0)
     rank = tl.arange(0, WIDTH)
@@ -295,13 +259,19 @@ def divide(
         wanted -= high - low
         upto = tl.cumsum(supply)
         end = tl.sum(tl.where(chain_upto, wanted[:, None], 0), 0)
+        number = tl.cumsum(has.to(tl.int32))  # in the order of ranks, which is that of physical numbers
+        lower_numbered = starting * 0
         for place in range(count):
-            it = has & (position == place)
+            it = has & (number == place + 1)
             of = _only(rank, it)
             given = _shared(upto - supply, upto, _only(end - wanted, it), _only(end, it))
             local_given = _shared(lower, upper, _only(low, it), _only(high, it))
             given += tl.where(node == of // per_node, local_given, 0) + tl.where(rank == of, kept, 0)
-            tl.store(served + rank * physicals + _only(physical, it), given, mask=rank < ranks)
+            at = rank * physicals + _only(physical, it)
+            tl.store(served + at, given, mask=rank < ranks)
+            if LATE:
+                tl.store(before + at, lower_numbered, mask=rank < ranks)
+                lower_numbered += given
 
 
 @triton.jit

@@ -3,8 +3,8 @@
 The weight stays a dense parameter with zeros, so optimizer and checkpoints do not change. Its pattern is stored beside
 it as compressed rows (CSR) of the matrix and of its transpose, and changes only when weights are pruned. Forward and
 input gradient multiply by the sparse matrix; the weight gradient is computed only for weights that remain. A sparse
-product costs more per weight than a dense one, so it pays only below some density: `benchmarks/layers/dynamics.py`
-measures it.
+product costs more per weight than a dense one, so it pays only below some density, a tenth or less
+(`benchmarks/log/layers-plans.md`).
 """
 
 import warnings

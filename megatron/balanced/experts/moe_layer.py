@@ -18,9 +18,9 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 from balancing.experts.engine.late_slots import LateChains, late_chains
-from balancing.experts.late import LATE_PERMILLE, LateCopies
+from balancing.experts.late import LATE_GOAL
 from balancing.experts.placement import ReplicaPlacement, contiguous_homes
-from balancing.experts.split.placed_split import PlacedSplit, SplitTables, kernels_split, place_all
+from balancing.experts.split.placed_split import SplitTables, kernels_split, place_all
 from megatron.balanced.cpu.device import is_cpu
 from megatron.balanced.experts.known_counts import known_counts, takes_known_counts
 from megatron.balanced.experts.replicated import later, on_backward
@@ -29,21 +29,23 @@ from megatron.balanced.shared.tail import layer_index
 
 __all__ = ["BalancedMoELayer", "place_layers"]
 
+_LATE_PERMILLE = round(1000 * LATE_GOAL)
+
 
 @dataclass(slots=True)
 class _Share:
     """The split of one micro-batch, as one rank needs it.
 
-    placed: the placement that the micro-batch is split over.
     counts: int64 tensor, flat: what each rank sends to each expert, in the order of ranks. If there is nothing to
         split, they are None until Megatron-LM's dispatcher has gathered them.
+    expert: int64 [physical], the logical expert of each physical one; None without replicas.
     interval: first and last, int64 [physical], or None without replicas. A physical expert serves those tokens of its
         logical expert on this rank, numbered from 1, for which first < number <= last.
     late: its late copies, if it has some.
     """
 
-    placed: PlacedSplit
     counts: torch.Tensor | None = None
+    expert: torch.Tensor | None = None
     interval: tuple[torch.Tensor, torch.Tensor] | None = None
     late: LateChains | None = None
 
@@ -143,8 +145,7 @@ class BalancedMoELayer(MoELayer):
         """The tables for splits over `placement`, as `place_layers` takes them."""
         if not self.late_slots:
             return SplitTables(placement, self.device)
-        placement = placement.with_late(np.full((placement.num_ranks, self.late_slots), -1))
-        return SplitTables(placement, self.device, LateCopies(placement, LATE_PERMILLE, self.late_least))
+        return SplitTables(placement.with_late(np.full((placement.num_ranks, self.late_slots), -1)), self.device)
 
     def forget_passes(self) -> None:
         """Forget the micro-batches of the last schedule, which may have failed before they were recomputed."""
@@ -190,7 +191,8 @@ class BalancedMoELayer(MoELayer):
                 self.experts.begin_late(share.late, again=again)
         if share.interval is not None:
             self._in_use, self.token_dispatcher, (first, last) = share, self._physical, share.interval
-            expert = share.placed.expert
+            expert = share.expert
+            assert expert is not None
             # Tokens become the inner dimension: along an outer one, a GPU adds sequentially.
             chosen = routing_map.T.contiguous()
             number = (chosen.cumsum(dim=1, dtype=torch.int32) * chosen).index_select(0, expert)
@@ -243,20 +245,30 @@ class BalancedMoELayer(MoELayer):
         """
         adds_late = self.late_slots > 0 and not self.frozen
         if self._gathers_counts and not self.placement.replicas and not adds_late:
-            return _Share(self._placed)
+            return _Share()
         local = routing_map.sum(dim=0, dtype=torch.int64)
         gathered = gather_from_sequence_parallel_region(local, group=self._logical.tp_ep_group)
         counts = self._add_load(gathered)
         load = self.loads[-1]
-        placed = self._placed.with_late_copies(load) if adds_late else self._placed
-        if not placed.placement.replicas:
-            if adds_late:
-                self.served.append(load.sum(0).reshape(len(load), -1).sum(1))
-            return _Share(placed, gathered)
-        share, served = self._split(placed, counts, load)
-        self.served.append(served)
-        if placed.placement.late_copies:
-            share.late = late_chains(placed.placement, self.ep_group.rank())
+        if adds_late:
+            return self._share_late(gathered, counts, load)
+        if not self.placement.replicas:
+            return _Share(gathered)
+        served, placed = self._placed.split(load), self._placed
+        before = placed.tokens_before(served[self.ep_group.rank()] if self._logical.tp_size == 1 else served)
+        return self._divided(counts, served, before, placed.expert)
+
+    def _share_late(self, gathered: torch.Tensor, counts: Any, load: Any) -> _Share:
+        """As `_share`, with late copies. On a GPU the host waits for them, as Megatron-LM's dispatcher soon would."""
+        served, before, expert, late = self._placed.split_late(load, _LATE_PERMILLE, self.late_least)
+        late = late if isinstance(late, np.ndarray) else late.cpu().numpy()
+        if not self.placement.replicas and late.max() < 0:
+            self.served.append(load.sum(0).reshape(len(load), -1).sum(1))
+            return _Share(gathered)
+        rank = self.ep_group.rank()
+        before = before[rank] if self._logical.tp_size == 1 else before
+        share = self._divided(counts, served, before, torch.as_tensor(expert))
+        share.late = late_chains(self.placement.home, late, rank)
         return share
 
     def _add_load(self, gathered: torch.Tensor) -> Any:
@@ -274,33 +286,34 @@ class BalancedMoELayer(MoELayer):
         self.loads.append(load)
         return counts
 
-    def _split(self, placed: PlacedSplit, counts: Any, load: Any) -> tuple[_Share, Any]:
-        """Divide a load over the instances of `placed`; also returns the tokens that each rank computes, int [rank].
+    def _divided(self, counts: Any, served: Any, before: Any, expert: torch.Tensor) -> _Share:
+        """The share of this rank in a split.
 
         counts: int64 [source_rank, tensor_rank, expert]; not read with one tensor-parallel rank.
-        load: int64 [source_rank, expert], the sum of `counts` over tensor ranks.
+        served: int64 [source_rank, physical], tokens of each source rank that each instance serves.
+        before: int64 [source_rank, physical], tokens of lower-numbered instances of the same expert (`tokens_before`);
+            with one tensor-parallel rank [physical], of this rank.
+        expert: int64 [physical], the logical expert of each physical one.
         """
-        served = placed.split(load)  # [source_rank, physical]
-        by_rank = served.reshape(len(load), len(load), -1).sum((0, 2))
         rank, part = self.ep_group.rank(), self._logical.tp_rank
+        self.served.append(served.reshape(len(served), len(served), -1).sum((0, 2)))
         if self._logical.tp_size == 1:
-            first = placed.tokens_before(served[rank])
-            return self._on_device(placed, served, first, first + served[rank]), by_rank
+            return self._on_device(expert, served, before, before + served[rank])
         # A source's tokens go to the instances of their expert in the order of physical numbers. Tensor-parallel ranks
         # of one source hold its tokens one after the other.
-        expert = placed.expert if self.device is not None else placed.expert.numpy()
-        by_instance = counts[:, :, expert]  # [source_rank, tensor_rank, physical]
+        index = expert if self.device is not None else expert.numpy()
+        by_instance = counts[:, :, index]  # [source_rank, tensor_rank, physical]
         none = by_instance * 0
-        first = placed.tokens_before(served)[:, None] - (counts.cumsum(1) - counts)[:, :, expert]
+        first = before[:, None] - (counts.cumsum(1) - counts)[:, :, index]
         last = (first + served[:, None]).clip(none, by_instance)
         first = first.clip(none, by_instance)
-        return self._on_device(placed, last - first, first[rank, part], last[rank, part]), by_rank
+        return self._on_device(expert, last - first, first[rank, part], last[rank, part])
 
-    def _on_device(self, placed: PlacedSplit, sent: Any, first: Any, last: Any) -> _Share:
+    def _on_device(self, expert: torch.Tensor, sent: Any, first: Any, last: Any) -> _Share:
         """The share of counts [source_rank, .., physical] and an interval [physical], as tensors."""
         parts = sent.reshape(-1), first, last
         counts, *interval = (torch.from_numpy(part) if self.device is None else part for part in parts)
-        return _Share(placed, counts, tuple(interval))
+        return _Share(counts, expert, tuple(interval))
 
     def postprocess(self, output: torch.Tensor, shared_expert_output: torch.Tensor | None) -> torch.Tensor:
         dispatcher = self.token_dispatcher
@@ -311,8 +324,8 @@ class BalancedMoELayer(MoELayer):
             # order of physical experts; sort them into that of logical experts, as without replicas.
             token, routed = dispatcher.reversed_local_input_permutation_mapping, dispatcher.routing_map
             # The number of rows is known, so that the host need not wait for the GPU.
-            assert self._in_use is not None
-            expert = self._in_use.placed.expert.repeat_interleave(routed.sum(dim=0), output_size=len(token))
+            assert self._in_use is not None and self._in_use.expert is not None
+            expert = self._in_use.expert.repeat_interleave(routed.sum(dim=0), output_size=len(token))
             order = torch.argsort(expert * len(routed) + token, stable=True)
             dispatcher.reversed_local_input_permutation_mapping = token[order]
             output = output.index_select(0, order)

@@ -181,8 +181,9 @@ class ReplicaPlanner:
         plan.last = iteration
         if not due and not plan.arrived:
             return Planned(None, drift, time.perf_counter() - begin)
-        plan.arrived = False
-        tables = self._place(layer, plan.history.predict(), overlap, len(loads), float(plan.history.error()))
+        keep, plan.arrived = None if plan.arrived else plan.placed.planned, False
+        error = float(plan.history.error())
+        tables = self._place(layer, plan.history.predict(), overlap, len(loads), error, keep)
         return Planned(tables, drift, time.perf_counter() - begin)
 
     def place_known(self, layer: BalancedMoELayer, loads: list[Any], overlap: Overlap) -> SplitTables:
@@ -193,13 +194,25 @@ class ReplicaPlanner:
         overlap: the compute that its transfers overlap.
         """
         load = np.rint(np.mean(loads, axis=0)).astype(np.int64)
-        return self._place(layer, load, overlap, len(loads))
+        tables = self._place(layer, load, overlap, len(loads))
+        assert tables is not None
+        return tables
 
     @named("plan of replicas")
     def _place(
-        self, layer: BalancedMoELayer, load: np.ndarray, overlap: Overlap, micro_batches: int, drift: float = 0.0
-    ) -> SplitTables:
-        """Plan for a load [source_rank, expert] that is expected to drift. micro_batches: of an iteration."""
+        self,
+        layer: BalancedMoELayer,
+        load: np.ndarray,
+        overlap: Overlap,
+        micro_batches: int,
+        drift: float = 0.0,
+        keep: ReplicaPlacement | None = None,
+    ) -> SplitTables | None:
+        """Plan for a load [source_rank, expert] that is expected to drift. None if `keep` stays.
+
+        micro_batches: of an iteration.
+        keep: the placement in force.
+        """
         costs: dict[str, Any] = {}
         if self._machine is not None:
             served = 1 if self._shared else micro_batches  # by one transfer
@@ -214,8 +227,11 @@ class ReplicaPlanner:
             method=config.planner,
             drift=drift,
             min_gain=config.min_gain,
+            keep=keep,
             **costs,
         )
+        if placement == keep:
+            return None
         tables = alone if placement.replicas == 0 else layer.tables(placement)
         tables.placement.digest()  # computed here, and kept
         return tables
