@@ -63,8 +63,8 @@ def plain_4_bits(tensor: Any, columnwise: bool) -> torch.Tensor:
         data, scales, amax = tensor._columnwise_data, tensor._columnwise_scale_inv, tensor._amax_columnwise
     else:
         data, scales, amax = tensor._rowwise_data, tensor._rowwise_scale_inv, tensor._amax_rowwise
-    data = data.view(data.shape[0], -1) if columnwise else data.view(-1, data.shape[-1])
-    codes = torch.stack([data & 15, data >> 4], -1).view(len(data), -1).int()
+    data = data.flatten(0, -2)
+    codes = torch.stack([data & 15, data >> 4], -1).flatten(1).int()
     numbers = torch.where(codes >= 8, -1.0, 1.0) * _VALUES[codes & 7]
     factors = scales.view(torch.float8_e4m3fn).float() / _whole_scale(amax)
     factors = factors.repeat_interleave(_BLOCK, 1)[: numbers.shape[0], : numbers.shape[1]]

@@ -7,6 +7,7 @@ tiles. They stay in the order of rows, also where a GPU would order them by tile
 Float8Tensor is the transpose.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,7 +43,10 @@ def create_empty_quantized_tensor(
 
 def _inner_tensors(quantizer: Any, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     if type(quantizer).__name__ != "Float8Quantizer":
-        return quantizer.inner_tensor_specs(shape)
+        inner = quantizer.inner_tensor_specs(shape)
+        if type(quantizer).__name__ == "NVFP4Quantizer" and quantizer.columnwise_usage:  # a matrix of any shape
+            inner["_columnwise_data"] = (shape[-1], math.prod(shape[:-1]) // 2), torch.uint8
+        return inner
     specs: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"_scale_inv": ((1,), torch.float32)}
     if quantizer.rowwise_usage:
         specs["_data"] = shape, torch.uint8
