@@ -61,6 +61,11 @@ RECIPES = {
         f"{QWEN3} --moe-token-dispatcher-type alltoall {FUSED} --tensor-model-parallel-size 2 --sequence-parallel "
         "--expert-tensor-parallel-size 2",
     ),
+    "Qwen3, interleaved, gathers in the optimizer's step": (
+        4,
+        f"{QWEN3} --moe-token-dispatcher-type alltoall --pipeline-model-parallel-size 2 --num-layers 4 "
+        "--num-layers-per-virtual-pipeline-stage 1 --overlap-param-gather-with-optimizer-step --ckpt-format torch",
+    ),
     "Qwen3, fused, recomputed": (
         2,
         f"{QWEN3} --moe-token-dispatcher-type alltoall {FUSED} --recompute-granularity full "

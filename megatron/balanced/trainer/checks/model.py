@@ -15,7 +15,7 @@ def settle_graphs(args: argparse.Namespace) -> None:
     """Give CUDA graphs of whole iterations their present name. Megatron-LM does so while it validates `args`, which is
     later than checks read it."""
     for name in ("cuda_graph_modules", "cuda_graph_scope_deprecated"):
-        if "full_iteration" in (getattr(args, name) or []) and args.cuda_graph_impl != "none":
+        if "full_iteration" in (getattr(args, name) or []) and args.cuda_graph_impl in ("none", "local"):
             args.cuda_graph_impl = "full_iteration"
             setattr(args, name, [module for module in getattr(args, name) if module != "full_iteration"])
 
