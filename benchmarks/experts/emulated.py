@@ -2,7 +2,7 @@
 
     python -m benchmarks.experts.emulated [--quick] [--trace FILE] [--ranks 8|16] [--json FILE]
     python -m benchmarks.experts.emulated --ranks 16 --micro-batches 8     # beyond even routing
-    python -m benchmarks.experts.emulated --ranks 8 --drift 0.25           # late copies
+    python -m benchmarks.experts.emulated --ranks 8 --nodes 1 --drift 0.25    # late copies
 
 Each step has four layers of attention and experts and four micro-batches (--micro-batches: that many, with few
 methods), on 8 and on 16 processes of an emulated cluster of two nodes. Tokens, weights of replicas and their gradients
@@ -38,6 +38,7 @@ import numpy as np
 
 from balancing.experts import TransferWindow
 from balancing.experts.config import ExpertConfig
+from balancing.experts.late import late_tokens
 from balancing_tools.load_trace import read_load_trace
 from benchmarks.baselines.experts import plan_replicas
 from benchmarks.command import exit_code, load_before, parser, write_rows
@@ -150,7 +151,11 @@ def measure_all(
     """`measure` of several models by the same processes, one after the other: a row for each variant of each."""
     planning = []
     shape = {"nics_per_node": scale.cluster.nics_per_node, "nic": scale.nic if limited else None}
-    with tempfile.TemporaryDirectory() as folder, EmulatedCluster(2, scale.ranks // 2, **shape) as cluster:
+    size = scale.nodes, scale.per_node
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        EmulatedCluster(*size, **shape) as cluster,
+    ):
         folders = [Path(folder, str(number)) for number in range(len(jobs))]
         for path, (loads, variants) in zip(folders, jobs, strict=True):
             path.mkdir()
@@ -186,6 +191,7 @@ def _write(folder: Path, loads: Loads, scale: Scale, variants: Sequence[Variant]
         "ranks_per_node": scale.cluster.ranks_per_node,
         "nics_per_node": scale.cluster.nics_per_node,
         "split": split,
+        "late_least": round(late_tokens(scale.cluster, SHAPE, same_node=scale.nodes == 1) / scale.tokens),
         "variants": [asdict(variant) for variant in variants],
     }
     Path(folder, "job.json").write_text(json.dumps(job))
@@ -222,7 +228,7 @@ def _row(variant: Variant, lines: list[dict[str, Any]], scale: Scale, planning: 
 def _print(rows: Sequence[Row], scale: Scale, reason: str | None) -> None:
     limited = "loopback, NICs not limited: " + reason if reason else f"NICs of {format_rate(scale.nic)}"
     print(
-        f"\nemulated: 2 nodes x {scale.ranks // 2} ranks, {scale.cluster.nics_per_node} NICs a node; "
+        f"\nemulated: {scale.nodes} nodes x {scale.per_node} ranks, {scale.cluster.nics_per_node} NICs a node; "
         f"{scale.time:.2f} times slower than modelled, 1/{scale.bytes:.0f} of its bytes; {limited}"
     )
     print(f"{'method':20}  s/step  x none  of ceiling  max/mean    exposed   planning  steps")
@@ -273,6 +279,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--drift", type=float, metavar="SHARE",
         help="share of the tokens of made-up loads that change experts from one step to the next; with few methods",
     )  # fmt: skip
+    options_of.add_argument("--nodes", type=int, choices=(1, 2), default=2, help="nodes of the ranks: 1 or 2 (2)")
     options = options_of.parse_args(arguments)
     return exit_code("experts_emulated", lambda: _run(options))
 
@@ -288,7 +295,7 @@ def _run(options: argparse.Namespace) -> int:
     trace = read_load_trace(options.trace) if options.trace else None
     made_up = {"drift": options.drift} if options.drift else {}
     for ranks in numbers:
-        scale = Scale(ranks, trace.counts.shape[-1] if trace else 32, EXPERT_SECONDS[ranks])
+        scale = Scale(ranks, trace.counts.shape[-1] if trace else 32, EXPERT_SECONDS[ranks], options.nodes)
         size = (scale, layers, micro_batches, steps)
         names = _QUICK if options.quick else _MOST_RANKS if ranks == 16 else VARIANTS
         names = _BEYOND if options.micro_batches else _DRIFTING if options.drift else names

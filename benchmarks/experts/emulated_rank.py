@@ -140,7 +140,7 @@ class _Model:
         self.layers: list[Any] = [MoELayer(config, parts, number + 1, groups) for number in range(job["layers"])]
         if variant.planner is not None:
             for layer in self.layers:
-                balance_layer(layer, variant.slots, variant.late)
+                balance_layer(layer, variant.slots, variant.late).late_least = int(job["late_least"])
         self.slots: Any = None
         self.late: Any = None
         for weight in self._home_weights():

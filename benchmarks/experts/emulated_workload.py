@@ -41,9 +41,10 @@ _DRIFT = 0.05  # of synthetic loads, from one iteration to the next
 class Scale:
     """The modelled machine and its scale.
 
-    ranks: number of ranks, on two nodes.
+    ranks: number of ranks.
     experts: number of experts of a layer.
     expert_seconds: emulated forward compute of a rank's mean load in one layer and micro-batch.
+    nodes: that the ranks are on.
 
     Raises ValueError for too many experts, and where their number does not divide by the ranks.
     """
@@ -51,6 +52,7 @@ class Scale:
     ranks: int
     experts: int
     expert_seconds: float
+    nodes: int = 2
 
     def __post_init__(self) -> None:
         if self.experts % self.ranks or self.experts > _ASSIGNMENTS:
@@ -60,9 +62,14 @@ class Scale:
             )
 
     @property
+    def per_node(self) -> int:
+        """Ranks of a node."""
+        return self.ranks // self.nodes
+
+    @property
     def cluster(self) -> Cluster:
-        """The part of two modelled nodes that the ranks use."""
-        return Cluster.sheet("a800-4x200g").relabel(2, self.ranks // 2)
+        """The part of the modelled nodes that the ranks use."""
+        return Cluster.sheet("a800-4x200g").relabel(self.nodes, self.per_node)
 
     @property
     def assignments(self) -> int:

@@ -1,6 +1,6 @@
 """Faults planted in the wiring one at a time, to see that the tests notice each one that changes a number.
 
-At most 40, for waits, groups, hooks and state that no test of one rank can see. A mutant names a place, a function by
+At most 42, for waits, groups, hooks and state that no test of one rank can see. A mutant names a place, a function by
 its qualified name in whatever file, and a change of its syntax tree: a statement that is dropped, or an expression that
 is another one. So it holds while code around it changes. Tests are named by their function alone.
 `python -m tests.mutants` runs them (`scripts/mutants.sh`). For pure code, such as planners, use a tool from PyPI on
