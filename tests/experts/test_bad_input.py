@@ -73,7 +73,7 @@ REFUSED = {
     ),
     "graphs of the iteration, by its old name": (
         f"{BALANCE} --cuda-graph-scope full_iteration",
-        "--cuda-graph-modules full_iteration",
+        "--cuda-graph-impl full_iteration",
         "--cuda-graph-modules attn moe_router",
     ),
     "graphs of whole layers": (
