@@ -27,7 +27,6 @@ from balancing.doctor.installed import find_apex
 from megatron.balanced.cpu.device import choose_device, is_cpu, use_cpu
 from megatron.balanced.run import Run
 from megatron.balanced.shared.errors import LocalError
-from megatron.balanced.shared.incompatible import REPORT, check_compatible
 from megatron.balanced.trainer.agreement import check_agreement
 from megatron.balanced.trainer.auto_domain import settle_domain
 from megatron.balanced.trainer.balancers import check_balancers, switch_on
@@ -204,8 +203,6 @@ def parse_arguments(
             args.tensor_model_parallel_size, args.tensor_parallel_num_weight_shards, 1
         )
         config, notes = check_balancers(args, config, left_to_us)
-        if config.balance_report is not None:
-            check_compatible(args, REPORT, "--balance-report")
         if _is_first_rank():
             print(*(f"> {note}\n" for note in (*notes_on_version, *said, *notes)), sep="", end="", flush=True)
         if args.sft:  # the SFT dataset asserts that no mask is requested
