@@ -256,7 +256,7 @@ def summarize(history: History) -> Summary:
     if experts:
         _experts(summary, experts)
     if stages:
-        _stages(summary, stages, sequences)
+        _stages(summary, stages, sequences, [history.in_graphs[i] for i in counted if i in history.in_graphs])
         summary.estimates = estimate(_step_load(summary, stages, timed_experts))
     summary.gains, summary.move = gains(history, counted), last_move(history, counted)
     summary.dealt = dealt_steps(history, counted)
@@ -328,7 +328,9 @@ def _typical(loads: list[np.ndarray]) -> float:
     return float(np.median([imbalance(load) for load in loads]))
 
 
-def _stages(summary: Summary, stages: list[dict[str, Any]], sequences: list[dict[str, Any]]) -> None:
+def _stages(
+    summary: Summary, stages: list[dict[str, Any]], sequences: list[dict[str, Any]], in_graphs: list[dict[str, Any]]
+) -> None:
     last = stages[-1]
     summary.step_seconds = float(np.median([line["step_s"] for line in stages]))
     summary.bubble = float(np.median([line["bubble_fraction"] for line in stages]))
@@ -337,7 +339,8 @@ def _stages(summary: Summary, stages: list[dict[str, Any]], sequences: list[dict
     summary.stage = _worst(np.arange(busy.size), busy, _typical([line["busy_s"] for line in stages]))
     rank_busy = _median(stages, "rank_busy_s")
     summary.rank = _worst(last["rank"], rank_busy, _typical([line["rank_busy_s"] for line in stages]))
-    memory = np.max([line["memory_bytes"] for line in stages], axis=0)
+    whole = [line for line in in_graphs if np.array_equal(line["rank"], last["rank"])]
+    memory = np.max([line["memory_bytes"] for line in (*stages, *whole)], axis=0)
     if memory.any():
         summary.memory = _worst(last["rank"], memory, imbalance(memory))
     same = [line for line in sequences if np.array_equal(line["rank"], last["rank"])]

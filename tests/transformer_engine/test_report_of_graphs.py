@@ -13,8 +13,9 @@ import pytest
 from balancing.report import read_history, summarize
 from balancing.report.findings import answers, basis
 from balancing_tools.report.page import page
+from tests.support.settings import settings
 from tests.support.training import RankRun, join, train_rank
-from tests.support.transformer_engine.model import assert_close
+from tests.support.transformer_engine.model import EXPERTS, assert_close
 from tests.transformer_engine import test_captured_iterations, test_graphs
 
 
@@ -58,6 +59,63 @@ def test_graphs_of_layers_are_counted_and_timed(engine, tmp_path, graphs):
         assert min(stages[i]["busy_s"]) > 0 and stages[i]["micro_batches"] == 4
     summary = summarize(read_history(tmp_path / "graphs"))
     assert summary.graphs == "layers" and summary.counted == [3, 4, 5]
+
+
+def test_trials_leave_experts_out_of_graphs_of_layers(engine, tmp_path):
+    argv = [*test_graphs.BASE, "--train-iters", "28"]
+    reference = join(engine.run(2, _train_eagerly, argv))
+    trials = f"{settings('experts', min_gain=0)} {settings('trials', share=1.0)}"
+    tried = f"--balance-experts {trials} --balance-report {tmp_path}"
+    graphs = f"{test_graphs.GRAPHS} attn moe_router {tried}"
+    results = engine.run(2, test_graphs._train_on_graphs, [*argv, *graphs.split()])
+    for _, found, _ in results:
+        assert found and all(replays == 4 * 27 for _, replays in found), found
+    assert_close(join([run for run, *_ in results]), reference, 1e-12, 1e-12)
+    history = read_history(tmp_path)
+    assert history.by_the_clock["experts"].pairs == 10 and summarize(history).graphs == "layers"
+
+
+def test_counts_follow_layers_that_move(model_of, tmp_path):
+    model = model_of(EXPERTS)
+    flags = "--pipeline-model-parallel-size 2 --moe-grouped-gemm --train-iters 5"
+    eager = model.argv(f"{flags} --balance-report {tmp_path / 'eager'}")
+    model.pool.run(2, train_rank, eager, True)
+    graphs = f"{test_graphs.GRAPHS} attn moe_router --balance-layers --balance-report {tmp_path / 'graphs'}"
+    model.pool.run(2, test_graphs._move_on_graphs, model.argv(f"{flags} {graphs}"), {2: ((1,), (3,)), 3: ((3,), (1,))})
+    loads = _loads(tmp_path / "graphs")
+    assert loads == _loads(tmp_path / "eager") and len(loads) == 4 * 5
+
+
+def _train_on_local_graphs(argv: list[str]) -> tuple[RankRun, list[int]]:
+    """Train. Returns the run, and the replays of each graph."""
+    from tests.support.stand_ins import captured_iterations, cuda_graphs
+
+    captured_iterations.install()
+    cuda_graphs.install_local()
+    run = train_rank(argv, True)
+    return run, [graph.replays for graph in captured_iterations.captured]
+
+
+LOCAL = "--cuda-graph-impl local --te-rng-tracker --cuda-graph-warmup-steps 1 --train-iters 4 --global-batch-size 4"
+
+
+def test_graphs_that_megatron_captures_are_counted_and_timed(model_of, tmp_path):
+    """Whole layers, with their experts: tokens are counted in the graph, also where it is run to be captured."""
+    model = model_of(test_captured_iterations.MODEL)
+    flags = f"{test_captured_iterations.LAYOUT} --moe-expert-rank-capacity-factor 2.0 {LOCAL}"
+    eager = f"{flags.replace('graph-impl local', 'graph-impl none')} --balance-report {tmp_path / 'eager'}"
+    reference = join([run for run, _ in model.pool.run(2, test_captured_iterations._train, model.argv(eager))])
+    argv = model.argv(f"{flags} --balance-report {tmp_path / 'graphs'}")
+    results = model.pool.run(2, _train_on_local_graphs, argv)
+    for _, replays in results:
+        assert replays == [3 * 2] * (2 * 4), "two of each layer, captured after the first iteration"
+    assert_close(join([run for run, _ in results]), reference, 1e-5, 1e-4)
+    loads = _loads(tmp_path / "graphs")
+    assert loads == _loads(tmp_path / "eager") and len({tuple(tokens) for tokens in loads.values()}) > 8
+    stages, layers = (_observed(tmp_path / "graphs", unit) for unit in ("stage", "layer"))
+    assert [stages[i].get("graphs") for i in range(1, 5)] == [None, *["layers"] * 3]
+    for i in range(1, 5):
+        assert layers[i]["layers"] == ["embedding", 0, 1, 2, 3, "head"] and min(layers[i]["backward_s"]) > 0
 
 
 def _report(engine: Any, folder: Path, argv: list[str], ranks: int = 2) -> list[RankRun]:

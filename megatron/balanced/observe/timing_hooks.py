@@ -369,6 +369,14 @@ def between(run: Callable, enter: Callable, leave: Callable) -> Callable:
     return run_between
 
 
+def _once_there(hidden: torch.Tensor, call: Callable[[], None]) -> None:
+    """Call `call` when the gradient of `hidden` is there."""
+    if hidden.grad_fn is None:
+        hidden.register_hook(lambda gradient: call())
+    else:  # a graph returns one tensor in every replay, and a hook of it would stay with the first
+        hidden.grad_fn.register_prehook(lambda gradients: call())
+
+
 class _Part:
     """The timing of one part of a model chunk: a layer, the embedding, the tail or the head."""
 
@@ -402,12 +410,12 @@ class _Part:
             if following is not None and before() is hidden_in:  # one hook ends this part and begins the one before it
                 following.append(self)
             else:
-                hidden_in.register_hook(lambda gradient: hooks.close_backward(self))
+                _once_there(hidden_in, lambda: hooks.close_backward(self))
         after: list[_Part] | None = None
         # Megatron-LM adds residuals with gradients even where it will recompute; that graph has no backward pass.
         if hidden_out.requires_grad and torch.is_grad_enabled():
             after = parts = []
-            hidden_out.register_hook(lambda gradient: hooks.open_backward(self, micro_batch, parts))
+            _once_there(hidden_out, lambda: hooks.open_backward(self, micro_batch, parts))
         hooks.boundary = weakref.ref(hidden_out), after, end
 
 
