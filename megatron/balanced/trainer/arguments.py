@@ -38,6 +38,7 @@ from megatron.balanced.trainer.checks.megatron import check_megatron
 from megatron.balanced.trainer.checks.model import check_groups, check_layout, check_model, settle_graphs
 from megatron.balanced.trainer.checks.ranges import check_ranges
 from megatron.balanced.trainer.checks.refusal import is_refusal
+from megatron.balanced.trainer.checks.report import notes_on_report
 from megatron.balanced.trainer.config import BalanceConfig, add_flags, config_from_flags
 from megatron.balanced.trainer.dry_run import assume_packages, assume_ranks, assumed_device, assumes_gpus, model_of
 from megatron.balanced.trainer.model_extension import ModelExtension
@@ -203,6 +204,8 @@ def parse_arguments(
             args.tensor_model_parallel_size, args.tensor_parallel_num_weight_shards, 1
         )
         config, notes = check_balancers(args, config, left_to_us)
+        if config.balance_report is not None:
+            notes = [*notes, *notes_on_report(args)]
         if _is_first_rank():
             print(*(f"> {note}\n" for note in (*notes_on_version, *said, *notes)), sep="", end="", flush=True)
         if args.sft:  # the SFT dataset asserts that no mask is requested
