@@ -59,7 +59,7 @@ def read_run(report: History | str | os.PathLike[str]) -> RecordedRun:
     if NAMES[-1] in costs.names:
         place = costs.names.index(NAMES[-1])
         plan = replace(plan, tail_layers=1, tail_chunk=int(costs.chunk[place]) * stages + int(costs.stage[place]))
-    lines = [history.stages[i] for i in summary.counted if i in history.stages]
+    lines = [history.stages[i] for i in summary.timed if i in history.stages]
     if not lines or not lines[-1]["micro_batches"]:
         raise ValueError(f"{directory} does not say how many micro-batches a step has; train with a newer version")
 

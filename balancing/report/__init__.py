@@ -7,6 +7,7 @@ DIR/report.html.
 """
 
 from balancing.report.events import (
+    IN_GRAPH,
     MEASURED,
     STANDARD_KEYS,
     WARM_UP,
@@ -31,6 +32,7 @@ from balancing.report.summary import Summary, summarize
 from balancing.report.trace import TraceLog, read_trace, write_trace
 
 __all__ = [
+    "IN_GRAPH",
     "MEASURED",
     "MOST_MEASURED",
     "MOST_MICRO_BATCHES",

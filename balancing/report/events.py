@@ -15,6 +15,13 @@ balancer "layers", unit "stage", action "observe":
     microbatch_group_size, overlap_moe_expert_parallel_comm    with several chunks, as in Megatron-LM
     rank                numbers of the ranks; the following keys are [rank] in this order
     rank_busy_s, memory_bytes, stage, node, data, tensor, context, expert
+    graphs              "layers" if CUDA graphs ran parts of the passes, else absent
+
+balancer "layers", unit "step", action "observe", in the place of units "stage" and "layer" where one CUDA graph ran all
+passes of the iteration, so that only its begin and end are seen; the imbalance is 1:
+    step_s, rank, memory_bytes, stage, node, data, tensor, context, expert    as in unit "stage"
+    graph_s             [rank], seconds of the graph, waits for other ranks included
+    graphs              "iteration"
 
 balancer "layers", unit "layer", action "observe"; the imbalance is that of the numbered layers:
     layers              names in the order of the model, "embedding" first, "head" last
@@ -56,6 +63,7 @@ tokens_per_rank:
     expert_imbalance    imbalance of tokens_per_expert
     tokens_per_rank     [expert-parallel rank], with every expert on its home rank, in contiguous blocks
     busy_s              [expert-parallel rank], device seconds of this layer per micro-batch
+    graphs              "iteration" if one CUDA graph ran all passes; there is no busy_s then
 
 balancer "experts", unit "layer", action "replicate" or "keep": what balancing did for one MoE layer in a step. The
 imbalance is that of tokens of expert-parallel ranks, mean over micro-batches; before: with every expert on its home
@@ -103,9 +111,20 @@ from balancing.files import check_output
 from balancing.report.exposed import exposed_seconds
 from balancing.report.record import IterationRecord, RankRecord
 
-__all__ = ["MEASURED", "STANDARD_KEYS", "WARM_UP", "EventLog", "event", "imbalance", "measured_event", "observe"]
+__all__ = [
+    "IN_GRAPH",
+    "MEASURED",
+    "STANDARD_KEYS",
+    "WARM_UP",
+    "EventLog",
+    "event",
+    "imbalance",
+    "measured_event",
+    "observe",
+]
 
 MEASURED = "measured"  # action of lines from which rates are taken
+IN_GRAPH = "iteration"  # `graphs` of a step whose passes one CUDA graph ran
 WARM_UP = 2  # steps of a run whose calls are not measured
 STANDARD_KEYS = (
     "iteration",
@@ -221,7 +240,8 @@ def observe(record: IterationRecord) -> list[dict[str, Any]]:
     ranks = sorted(record.ranks, key=lambda rank: rank.rank)
     assert ranks, f"iteration {record.iteration} was recorded on no rank"
     costs = [_RankCosts(rank) for rank in ranks]
-    events = [_stage_event(record, ranks, costs)]
+    in_graph = ranks[0].graphs == IN_GRAPH
+    events = [_step_event(record, ranks) if in_graph else _stage_event(record, ranks, costs)]
     if any(cost.seconds for cost in costs):
         events.append(_layer_event(record, ranks, costs))
     events.append(_sequence_event(record.iteration, ranks))
@@ -262,9 +282,9 @@ def _stage_event(record: IterationRecord, ranks: list[RankRecord], costs: list[_
     assert held.all(), f"a pipeline stage has no rank: ranks by stage {held.tolist()}"
     busy_by_stage = np.bincount(stage, busy) / held
     idle = np.maximum(record.step_seconds - busy, 0.0)
-    schedule: dict[str, Any] = {}
+    schedule: dict[str, Any] = {"graphs": ranks[0].graphs} if ranks[0].graphs else {}
     if record.microbatch_group_size is not None:
-        schedule = {
+        schedule |= {
             "microbatch_group_size": record.microbatch_group_size,
             "overlap_moe_expert_parallel_comm": record.overlap_moe_expert_parallel_comm,
         }
@@ -280,16 +300,28 @@ def _stage_event(record: IterationRecord, ranks: list[RankRecord], costs: list[_
         micro_batches=max(cost.micro_batches for cost in costs),
         chunks=1 + max((chunk for cost in costs for chunk in cost.chunk.values()), default=0),
         **schedule,
-        rank=[rank.rank for rank in ranks],
         rank_busy_s=_seconds(busy),
-        memory_bytes=[int(rank.memory_bytes) for rank in ranks],
-        stage=stage.tolist(),
-        node=[rank.node for rank in ranks],
-        data=[rank.data for rank in ranks],
-        tensor=[rank.tensor for rank in ranks],
-        context=[rank.context for rank in ranks],
-        expert=[rank.expert for rank in ranks],
+        **_places(ranks),
     )
+
+
+def _step_event(record: IterationRecord, ranks: list[RankRecord]) -> dict[str, Any]:
+    seconds = [sum(span.seconds for span in rank.spans if span.kind == "graph") for rank in ranks]
+    return event(
+        record.iteration,
+        "layers",
+        "step",
+        imbalance_before=1.0,
+        step_s=round(record.step_seconds, 7),
+        graph_s=_seconds(np.array(seconds)),
+        graphs=IN_GRAPH,
+        **_places(ranks),
+    )
+
+
+def _places(ranks: list[RankRecord]) -> dict[str, Any]:
+    names = ("rank", "memory_bytes", "stage", "node", "data", "tensor", "context", "expert")
+    return {name: [int(getattr(rank, name)) for rank in ranks] for name in names}
 
 
 def _layer_event(record: IterationRecord, ranks: list[RankRecord], costs: list[_RankCosts]) -> dict[str, Any]:
@@ -356,6 +388,7 @@ def _expert_event(iteration: int, layer: int, ranks: list[RankRecord], costs: li
         if layer in cost.seconds:
             busy[rank.expert] += sum(cost.seconds[layer])
             calls[rank.expert] += cost.micro_batches
+    timed = {"busy_s": _seconds(busy / np.maximum(calls, 1))}
     return event(
         iteration,
         "experts",
@@ -365,7 +398,7 @@ def _expert_event(iteration: int, layer: int, ranks: list[RankRecord], costs: li
         layer=layer,
         tokens_per_expert=tokens.tolist(),
         tokens_per_rank=per_rank.tolist(),
-        busy_s=_seconds(busy / np.maximum(calls, 1)),
+        **({"graphs": IN_GRAPH} if ranks[0].graphs == IN_GRAPH else timed),
     )
 
 

@@ -10,7 +10,7 @@ from balancing.report.units import byte_count, count, duration, ratio, share
 
 __all__ = [
     "ACTIONS", "FINDINGS", "GAINS", "PROSPECTS", "Answer", "Finding", "GainRow", "Prospect", "action_rows", "answers",
-    "basis", "finding_rows", "gain_rows", "prospect_rows", "rank_name", "shown_columns", "verdict",
+    "basis", "finding_rows", "gain_rows", "not_seen", "prospect_rows", "rank_name", "shown_columns", "verdict",
 ]  # fmt: skip
 
 # Heads of the tables.
@@ -118,11 +118,24 @@ def basis(summary: Summary) -> str:
     first, last, n = summary.counted[0], summary.counted[-1], len(summary.counted)
     span = f"{n} iterations ({first} to {last})" if n > 1 else f"1 iteration ({first})"
     left_out = [f"first {summary.skipped} left out as warm-up"] if summary.skipped else []
-    left_out += [f"{summary.other_layout} up to the last move left out"] if summary.other_layout else []
+    until = "last move or capture" if summary.graphs else "last move"
+    left_out += [f"{summary.other_layout} up to the {until} left out"] if summary.other_layout else []
     training = summary.actions.get("training")
     empty = training.counts.get("no loss", 0) if training else 0
     left_out += [f"no token counted for the loss in {empty} step{'s' * (empty > 1)}"] if empty else []
+    if summary.graph_seconds is not None:
+        left_out.append(f"times of stages, ranks and layers are {not_seen(summary)}")
     return f"figures are of {'; '.join([span, *left_out])}{_damage(summary)}"
+
+
+def not_seen(summary: Summary, otherwise: str = "") -> str:
+    """What is known of times inside one CUDA graph of all passes; `otherwise` without such a graph."""
+    if summary.graph_seconds is None:
+        return otherwise
+    if not (timed := summary.timed):
+        return "not seen in graphs"
+    span = f"iteration {timed[0]}" if len(timed) == 1 else f"{len(timed)} iterations ({timed[0]} to {timed[-1]})"
+    return f"not seen in graphs, but of {span} outside of them"
 
 
 def _damage(summary: Summary) -> str:
@@ -132,7 +145,10 @@ def _damage(summary: Summary) -> str:
 def finding_rows(summary: Summary) -> list[Finding]:
     """Rows for slowest stage, layer and rank, fullest ranks, hottest experts and most memory, as far as measured."""
     rows = []
-    stages, many = summary.stage_count > 1, summary.ranks is not None and summary.ranks.rank.size > 1
+    if summary.graph_seconds is not None and summary.stage is None:
+        rows += [Finding(f"slowest {name}", not_seen(summary), "", "") for name in ("stage", "layer", "rank")]
+    stages = summary.stage_count > 1
+    many = summary.graph_seconds is not None if summary.ranks is None else summary.ranks.rank.size > 1
     if stages and (stage := summary.stage):
         rows.append(_worst("slowest stage", f"stage {stage.which}", stage, f"{duration(stage.value)} busy", "stage"))
     if layer := summary.slow_layer:
@@ -241,8 +257,15 @@ def action_rows(summary: Summary) -> list[tuple[str, ...]]:
 def answers(summary: Summary) -> list[Answer]:
     """How long a step is, who is slow, what balancing gained, what it would still gain, and which flag to switch on."""
     if summary.step_seconds is None or summary.ranks is None:
-        return [Answer("step", "No step was timed, so there is no verdict; what was measured stands below.")]
+        text = "No step was timed, so there is no verdict; what was measured stands below."
+        if summary.graph_seconds is not None:
+            text = f"A step takes {duration(summary.graph_seconds)}. Times of stages, ranks and layers are not seen in "
+            text += "graphs, and no iteration ran outside of them, so there is no verdict; other figures stand below."
+        return [Answer("step", text)]
     text = f"A step takes {duration(summary.step_seconds)}"
+    if summary.graph_seconds is not None:
+        text = f"A step takes {duration(summary.graph_seconds)} in a CUDA graph. Times of stages, ranks and layers are "
+        text += f"{not_seen(summary)}, as is what follows: a step takes {duration(summary.step_seconds)} there"
     saved = {estimate.balanced: estimate for estimate in summary.estimates}
     if (everything := saved.get("all")) is None:
         return [Answer("step", f"{text}. With one rank there is nothing to balance.")]

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from balancing.files import parse_json
-from balancing.report.events import MEASURED
+from balancing.report.events import IN_GRAPH, MEASURED
 from balancing.report.trace import TraceIteration, read_trace
 from balancing.trials import ClockGain, Pair
 
@@ -48,12 +48,14 @@ _GROUPS: dict[tuple[str, str], tuple[tuple[str, ...], ...]] = {
         ("busy_s", "idle_s"),
         ("rank", "rank_busy_s", "memory_bytes", "stage", "node", "data", "tensor", "context", "expert"),
     ),
+    ("layers", "step"): (("rank", "graph_s", "memory_bytes", "stage", "node", "data", "tensor", "context", "expert"),),
     ("layers", "layer"): (("layers", "forward_s", "backward_s", "recompute_s", "stage", "chunk"),),
     ("sequences", "rank"): (("rank", "tokens", "attention_area", "longest_sequence"),),
     ("experts", "rank"): (("tokens_per_expert",), ("tokens_per_rank", "busy_s")),
 }
 _NUMBERS: dict[tuple[str, str], tuple[str, ...]] = {
     ("layers", "stage"): ("step_s", "bubble_fraction", "micro_batches", "chunks"),
+    ("layers", "step"): ("step_s",),
     ("sequences", "rank"): ("token_imbalance",),
     ("experts", "rank"): ("expert_imbalance", "layer"),
 }
@@ -112,6 +114,7 @@ class History:
     """The contents of DIR. Lines are as `observe` wrote them, with numpy arrays for lists.
 
     stages, layers, sequences    iteration -> its line of action "observe"
+    in_graphs    iteration -> the line of its step, if one CUDA graph ran all passes
     experts      iteration -> layer -> its line of action "observe"
     actions      every line whose action is not "observe", "trial" or "measured", in the order of the file
     by_the_clock balancer, or "together" -> what it gained in all trials so far (`balancing.trials`)
@@ -127,6 +130,7 @@ class History:
     directory: Path
     stages: dict[int, dict[str, Any]] = field(default_factory=dict)
     layers: dict[int, dict[str, Any]] = field(default_factory=dict)
+    in_graphs: dict[int, dict[str, Any]] = field(default_factory=dict)
     sequences: dict[int, dict[str, Any]] = field(default_factory=dict)
     experts: dict[int, dict[int, dict[str, Any]]] = field(default_factory=dict)
     actions: list[dict[str, Any]] = field(default_factory=list)
@@ -144,7 +148,8 @@ class History:
     @property
     def iterations(self) -> list[int]:
         """Every observed iteration, ascending."""
-        return sorted(self.stages.keys() | self.layers.keys() | self.sequences.keys() | self.experts.keys())
+        observed = (self.stages, self.layers, self.in_graphs, self.sequences, self.experts)
+        return sorted(set[int]().union(*observed))
 
     def lacks(self, balancer: str, unit: str, otherwise: str) -> ValueError:
         """The error for a log without lines of `balancer` and `unit`: all are damaged, else the text `otherwise`."""
@@ -194,6 +199,8 @@ class History:
             self.actions.append(line)
             return
         for group in _GROUPS.get(key, ()):
+            if line.get("graphs") == IN_GRAPH:
+                group = tuple(name for name in group if name != "busy_s")
             for name in group:
                 line[name] = _names(line[name]) if name == "layers" else _row(line, name)
                 if name in _DISTINCT and len(set(line[name])) < len(line[name]):
@@ -207,6 +214,13 @@ class History:
                 if line["step_s"] <= 0:
                     raise ValueError("step_s is 0")
                 self.stages[iteration] = line
+                self.in_graphs.pop(iteration, None)  # of a job that was killed
+            case "layers", "step":
+                if line["step_s"] <= 0:
+                    raise ValueError("step_s is 0")
+                self.in_graphs[iteration] = line
+                for other in (self.stages, self.layers):
+                    other.pop(iteration, None)
             case "layers", "layer":
                 if "kinds" in line and len(_names(line["kinds"])) != len(line["layers"]):
                     raise ValueError("layers and kinds differ in length")

@@ -55,6 +55,8 @@ class RankRecord:
     spans             its timed work; spans of one layer are in the order of time
     expert_tokens     layer -> int array [expert], tokens that this rank's router sent to each logical expert
     events            lines for the event log from the balancers of this rank, see `balancing.report.event`
+    graphs            which CUDA graphs ran the passes: "" for none, "layers" for graphs of layers or less, "iteration"
+                      for one graph. Of that only its begin and end are seen: `busy_seconds` is 0, `spans` has no passes
     """
 
     rank: int
@@ -74,6 +76,7 @@ class RankRecord:
     spans: list[Span] = field(default_factory=list)
     expert_tokens: dict[int, np.ndarray] = field(default_factory=dict)
     events: list[dict[str, Any]] = field(default_factory=list)
+    graphs: str = ""
 
 
 @dataclass(slots=True)

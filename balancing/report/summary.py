@@ -2,8 +2,10 @@
 
 Every figure leaves out the first iterations, which pay for compilation, caches and memory pools. It also leaves out
 iterations under another layout than the last one (layers moved, ranks left), since a median over two layouts describes
-neither. "Typical" is the median over the counted iterations. If a balancer was on, figures are those with the balancer,
-and the imbalance without it is given beside them (`balancing.report.gains`).
+neither. Where one CUDA graph ran the passes of later iterations, time inside it is not seen: times of stages, ranks and
+layers are then of the iterations outside of graphs, loads of those in graphs. "Typical" is the median over the counted
+iterations. If a balancer was on, figures are those with the balancer, and the imbalance without it is given beside them
+(`balancing.report.gains`).
 """
 
 import math
@@ -13,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from balancing.report.estimate import Estimate, ExpertLoad, StepLoad, estimate
-from balancing.report.events import imbalance
+from balancing.report.events import IN_GRAPH, imbalance
 from balancing.report.gains import (
     Gain,
     Move,
@@ -165,6 +167,9 @@ class Summary:
     """The findings of `summarize`. A finding is None if nothing of its kind was measured.
 
     counted         iterations that the figures are of
+    timed           those that times of stages, ranks and layers are of; the same without graphs of whole iterations
+    graphs          which CUDA graphs ran the counted iterations, as `RankRecord.graphs`
+    graph_seconds   of a step whose passes one CUDA graph ran; `step_seconds` is of the timed iterations
     skipped, other_layout    number of iterations left out as warm-up, and before or right after layers moved
     share_experts   layer -> [expert], tokens over the mean, over the counted iterations
     share_expert_ranks    layer -> [expert-parallel rank], tokens over the mean, as they were
@@ -187,6 +192,9 @@ class Summary:
     skipped: int
     other_layout: int
     damage: Damage
+    timed: list[int] = field(default_factory=list)
+    graphs: str = ""
+    graph_seconds: float | None = None
     step_seconds: float | None = None
     bubble: float | None = None
     stage_count: int = 0
@@ -218,17 +226,29 @@ class Summary:
 
 def summarize(history: History) -> Summary:
     """Compute the findings of a run from its history."""
-    everything = history.iterations
+    everything = [i for i in history.iterations if i not in history.in_graphs]
     skipped = warm_up(len(everything))
-    counted = _same_layout(history, everything[skipped:])
-    if 1 < len(counted) < len(everything) - skipped:
-        counted = counted[1:]  # layers that have just moved have no replicas yet, and their buffers are new
-    summary = Summary(counted, skipped, len(everything) - skipped - len(counted), history.damage)
-    stages = [history.stages[i] for i in counted if i in history.stages]
-    layers = [history.layers[i] for i in counted if i in history.layers]
+    counted = timed = _same_layout(history, everything[skipped:])
+    if 1 < len(timed) < len(everything) - skipped:
+        counted = timed = timed[1:]  # layers that have just moved have no replicas yet, and their buffers are new
+    other_layout = len(everything) - skipped - len(timed)
+    if in_graphs := sorted(history.in_graphs):
+        skipped, other_layout = warm_up(len(in_graphs)), 0
+        counted = in_graphs[skipped:]
+    summary = Summary(counted, skipped, other_layout, history.damage, timed)
+    stages = [history.stages[i] for i in timed if i in history.stages]
+    layers = [history.layers[i] for i in timed if i in history.layers]
     sequences = [history.sequences[i] for i in counted if i in history.sequences]
     served = tokens_served(history)
-    experts = [_with_replicas(history.experts[i], served.get(i, {})) for i in counted if i in history.experts]
+    experts, timed_experts = (
+        [_with_replicas(history.experts[i], served.get(i, {})) for i in of if i in history.experts]
+        for of in (counted, timed)
+    )
+    if stages:
+        summary.graphs = str(stages[-1].get("graphs", ""))
+    if in_graphs:
+        summary.graphs = IN_GRAPH
+        summary.graph_seconds = float(np.median([history.in_graphs[i]["step_s"] for i in counted]))
     if layers:
         _layers(summary, layers, experts)
     if sequences:
@@ -236,8 +256,8 @@ def summarize(history: History) -> Summary:
     if experts:
         _experts(summary, experts)
     if stages:
-        _stages(summary, stages, sequences)
-        summary.estimates = estimate(_step_load(summary, stages, experts))
+        _stages(summary, stages, sequences, [history.in_graphs[i] for i in counted if i in history.in_graphs])
+        summary.estimates = estimate(_step_load(summary, stages, timed_experts))
     summary.gains, summary.move = gains(history, counted), last_move(history, counted)
     summary.dealt = dealt_steps(history, counted)
     if (attention := ordered_attention(history, counted)) is not None:
@@ -284,7 +304,9 @@ def _same_layout(history: History, iterations: list[int]) -> list[int]:
 
     def layout(iteration: int) -> Any:
         stage, layer = history.stages.get(iteration), history.layers.get(iteration)
-        ranks = (stage["rank"].tolist(), stage["stage"].tolist(), len(stage["busy_s"])) if stage else None
+        ranks = None
+        if stage:  # the same layers take another time in graphs
+            ranks = (stage["rank"].tolist(), stage["stage"].tolist(), len(stage["busy_s"]), stage.get("graphs"))
         return ranks, (layer["layers"], layer["stage"].tolist(), layer["chunk"].tolist()) if layer else None
 
     start = len(iterations)
@@ -306,7 +328,9 @@ def _typical(loads: list[np.ndarray]) -> float:
     return float(np.median([imbalance(load) for load in loads]))
 
 
-def _stages(summary: Summary, stages: list[dict[str, Any]], sequences: list[dict[str, Any]]) -> None:
+def _stages(
+    summary: Summary, stages: list[dict[str, Any]], sequences: list[dict[str, Any]], in_graphs: list[dict[str, Any]]
+) -> None:
     last = stages[-1]
     summary.step_seconds = float(np.median([line["step_s"] for line in stages]))
     summary.bubble = float(np.median([line["bubble_fraction"] for line in stages]))
@@ -315,7 +339,8 @@ def _stages(summary: Summary, stages: list[dict[str, Any]], sequences: list[dict
     summary.stage = _worst(np.arange(busy.size), busy, _typical([line["busy_s"] for line in stages]))
     rank_busy = _median(stages, "rank_busy_s")
     summary.rank = _worst(last["rank"], rank_busy, _typical([line["rank_busy_s"] for line in stages]))
-    memory = np.max([line["memory_bytes"] for line in stages], axis=0)
+    whole = [line for line in in_graphs if np.array_equal(line["rank"], last["rank"])]
+    memory = np.max([line["memory_bytes"] for line in (*stages, *whole)], axis=0)
     if memory.any():
         summary.memory = _worst(last["rank"], memory, imbalance(memory))
     same = [line for line in sequences if np.array_equal(line["rank"], last["rank"])]

@@ -23,6 +23,7 @@ from balancing.report.findings import (
     answers,
     basis,
     finding_rows,
+    not_seen,
     prospect_rows,
     rank_name,
     shown_columns,
@@ -155,7 +156,10 @@ def _timeline(history: History, summary: Summary) -> Iterator[_Figure]:
     if history.no_timeline:
         yield _left_out(title, history.no_timeline)
         return
-    timed = [one for one in history.timelines if any(one.spans.values())]
+    timed = [one for one in history.timelines if any(one.spans.values()) and one.iteration not in history.in_graphs]
+    if not timed:
+        yield _left_out(title, not_seen(summary))
+        return
     now = [one for one in timed if one.layers == timed[-1].layers]
     one = figures.choose(now, summary.step_seconds)
     look = "look for the row with the least idle time, the others wait for it"
@@ -203,25 +207,27 @@ def _stages(summary: Summary) -> Iterator[_Figure]:
 def _time(summary: Summary) -> _Figure:
     title = "Busy and idle time of ranks"
     if summary.ranks is None or summary.rank is None:
-        return _left_out(title, "no step was timed")
+        return _left_out(title, not_seen(summary, "no step was timed"))
     if summary.ranks.rank.size == 1:
         return _left_out(title, f"{_ALONE}; it was busy for {duration(summary.rank.value)} of a step")
     before = "" if summary.move is None else " Dashed boxes are busy times before layers moved."
+    of = f" They are {not_seen(summary)}." if summary.graph_seconds is not None else ""
     return _figure(
         title,
         figures.rank_time(summary.ranks, summary.move.rank_before if summary.move else None),
         f"The typical step. Bars above the dotted mean set the pace; the slowest, "
         f"{rank_name(summary, summary.rank.which)}, is red. Grey is idle time, {share(summary.bubble or 0.0)} of all "
-        f"rank time.{before}",
+        f"rank time.{before}{of}",
     )
 
 
 def _layers(summary: Summary) -> _Figure:
     title = "Cost of each layer"
     if summary.layers is None:
-        return _left_out(title, "no layer was timed")
+        return _left_out(title, not_seen(summary, "no layer was timed"))
     cuts = " and for stages whose bars add up to more than others'" if summary.stage_count > 1 else ""
-    return _figure(title, figures.layer_costs(summary.layers), f"Look for bars above the dotted median{cuts}.")
+    of = f" They are {not_seen(summary)}." if summary.graph_seconds is not None else ""
+    return _figure(title, figures.layer_costs(summary.layers), f"Look for bars above the dotted median{cuts}.{of}")
 
 
 def _experts(summary: Summary) -> _Figure:

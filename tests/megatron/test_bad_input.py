@@ -113,13 +113,6 @@ FLAGS = {
         "--hidden-size 16",
         "give --ffn-hidden-size",
     ),
-    "report of CUDA graphs": (
-        "--balance-report report --cuda-graph-impl local",
-        "--balance-report",
-        "--cuda-graph-impl local",
-        "hooks",
-        "--cuda-graph-impl none",
-    ),
     "report of no name": ("--balance-report=", "--balance-report '' names no directory"),
     "report interval": (
         f"--balance-report report {settings('report', interval=0)}",

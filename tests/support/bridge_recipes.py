@@ -164,16 +164,13 @@ def _said(args: argparse.Namespace) -> dict[str, tuple[bool, tuple[str, ...]]]:
     """As `Found.said`."""
     from megatron.balanced.shared import incompatible
     from megatron.balanced.trainer.balancers import check_balancers
+    from megatron.balanced.trainer.checks.report import notes_on_report
     from megatron.balanced.trainer.config import BalanceConfig
 
     said: dict[str, tuple[bool, tuple[str, ...]]] = {}
-    for of in (*BALANCERS, REPORT):
+    for of in BALANCERS:
         own = copy.copy(args)
         try:
-            if of == REPORT:
-                incompatible.check_compatible(own, incompatible.REPORT, "--balance-report")
-                said[of] = False, ()
-                continue
             setattr(own, f"balance_{of}", True)
             config = BalanceConfig()
             on = type(getattr(config, of))(enabled=True)
@@ -185,7 +182,7 @@ def _said(args: argparse.Namespace) -> dict[str, tuple[bool, tuple[str, ...]]]:
         else:
             if getattr(config, of).enabled:
                 said[of] = False, tuple(notes)
-    return said
+    return said | {REPORT: (False, tuple(notes_on_report(args)))}
 
 
 def _found() -> tuple[list[Found], dict[str, str]]:

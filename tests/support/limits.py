@@ -26,7 +26,6 @@ FEATURES = {
     incompatible.HYBRID: "`--hybrid-layer-pattern`",
     incompatible.HYBRID_SEGMENTS: "`--hybrid-layer-pattern` with `\\|`",
     incompatible.LATE: "`late_slots` of experts",
-    incompatible.REPORT: "`--balance-report`",
 }
 # Feature -> the balancer of other loops that is checked for it.
 BALANCERS = {

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from balancing.experts.split.placed_split import kernels_split
+from megatron.balanced.shared.captured_schedule import graph_wrapper
 
 __all__ = ["captures_iterations", "check_kernels", "graph_of_iterations"]
 
@@ -43,10 +44,7 @@ def graph_of_iterations(schedule: Any, before: Callable[[], None]) -> Any:
 
     schedule: the schedule of micro-batches, in Megatron-LM's wrappers.
     """
-    from megatron.core.full_cuda_graph import FullCudaGraphWrapper  # only after flags have chosen the device
-
-    while not isinstance(schedule, FullCudaGraphWrapper):
-        schedule = schedule.forward_backward_func
+    schedule = graph_wrapper(schedule)
     run = schedule.forward_backward_func
 
     def forward_backward_func(*args: Any, **kwargs: Any) -> Any:

@@ -47,6 +47,8 @@ class Observer(StepCallback):
     finished. It is None unless `measures`, and for an iteration that was set aside.
     """
 
+    hooks = TimingHooks
+
     def __init__(
         self,
         writer: ReportWriter | None = None,
@@ -65,7 +67,7 @@ class Observer(StepCallback):
         self._watches_entry, self._entries = watches_entry, []  # handles of hooks
         self._config: Any = None  # of the model
         clock = CpuClock() if is_cpu() else CudaClock()
-        self._hooks = TimingHooks(clock, counts_tokens=self._writer is not None)
+        self._hooks = self.hooks(clock, counts_tokens=self._writer is not None)
         self._steps: list[Step] = []  # not written yet
         self._aside = False  # whether the step in progress is set aside
         self._ended = 0  # steps of this run
@@ -126,7 +128,10 @@ class Observer(StepCallback):
         self._hooks.begin_micro_batch(chunk)
         if chunk or self._writer is None:  # the same documents pass through every chunk of the rank
             return
-        lengths = lengths_of()
+        self._count(step, lengths_of(), plan, place)
+
+    def _count(self, step: Step, lengths: list[int], plan: SequencePlan | None, place: int) -> None:
+        """Add the documents of a micro-batch."""
         step.longest = max([step.longest, *lengths])  # a micro-batch may have no document
         if plan is not None:
             step.tokens += int(plan.linear_tokens[place])
@@ -255,6 +260,7 @@ class Observer(StepCallback):
             spans=spans,
             events=[line for each in step.events if (line := each() if callable(each) else each) is not None],
             expert_tokens={layer: tokens.numpy() for layer, tokens in step.expert_tokens.items()},
+            graphs=step.graphs,
         )
 
 

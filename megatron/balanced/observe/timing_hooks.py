@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from balancing.report import RankRecord
 from megatron.balanced.shared.recompute import Replays
 from megatron.balanced.shared.tail import computations, part_of, tail_of
 
-__all__ = ["Step", "TimingHooks"]
+__all__ = ["Mark", "Step", "TimingHooks", "between"]
 
 Mark = Any
 _MOST_CALLS = 128  # of experts that are timed in a step
@@ -55,6 +55,7 @@ class Step:
     events: of balancers, or functions that return them once the device has passed the end of the step.
     record: made from the marks when they are read.
     aside: whether the step ran otherwise than the others, as trials let it.
+    graphs: which CUDA graphs ran the passes, as in `RankRecord`.
     """
 
     iteration: int
@@ -71,6 +72,7 @@ class Step:
     events: list[dict[str, Any] | Callable[[], dict[str, Any] | None]] = field(default_factory=list)
     record: RankRecord | None = None
     aside: bool = False
+    graphs: str = ""
 
 
 class TimingHooks:
@@ -123,28 +125,30 @@ class TimingHooks:
             hidden_in = args[0] if args else kwargs["hidden_states"]
             part.leave(hidden_in, output[0] if isinstance(output, tuple) else output)
 
-        if getattr(layer, "cuda_graphs", None) is None:
-            layer.register_forward_pre_hook(part.enter, with_kwargs=True)
-            layer.register_forward_hook(leave, with_kwargs=True)
-        else:  # a replay runs no hooks, and a module with hooks is not captured
-            for name in ("forward", "_te_cuda_graph_replay"):
-                setattr(layer, name, _between(getattr(layer, name), partial(part.enter, layer), partial(leave, layer)))
+        self._watch_passes(layer, part.enter, leave)
+
+    def _watch_passes(self, layer: torch.nn.Module, enter: Callable, leave: Callable) -> None:
+        layer.register_forward_pre_hook(enter, with_kwargs=True)
+        layer.register_forward_hook(leave, with_kwargs=True)
 
     def _watch_router(self, router: TopKRouter, number: int, layer: torch.nn.Module) -> None:
-        replays: Replays[None] = self.replays()
-        its_layer = weakref.ref(layer)  # weak, so that a layer that leaves is freed at once
+        is_first = self._first_passes(layer)
 
         def count(module: torch.nn.Module, args: tuple, output: Any) -> None:
-            if self.step is None or not module.training:
-                return
-            # A frozen layer runs without gradients as well, but is not recomputed.
-            if not getattr(its_layer(), "frozen", False) and replays.decide(lambda: None)[1]:
+            if self.step is None or not module.training or not is_first():
                 return
             tokens = output[1].detach().sum(dim=0, dtype=torch.int64)
             counted = self.step.expert_tokens.get(number)
             self.step.expert_tokens[number] = tokens if counted is None else counted.add_(tokens)
 
         router.register_forward_hook(count)
+
+    def _first_passes(self, layer: torch.nn.Module) -> Callable[[], bool]:
+        """Returns a function that a module of `layer` calls in each pass: whether this pass is no recomputation."""
+        replays: Replays[None] = self.replays()
+        its_layer = weakref.ref(layer)  # weak, so that a layer that leaves is freed at once
+        # A frozen layer runs without gradients as well, but is not recomputed.
+        return lambda: getattr(its_layer(), "frozen", False) or not replays.decide(lambda: None)[1]
 
     def _watch_experts(self, experts: torch.nn.Module) -> None:
         """Put hooks on a rank's experts. A pass with replicas may wait for weights; medians are taken of many."""
@@ -300,7 +304,8 @@ class TimingHooks:
 
     def begin_call(self) -> None:
         """A stage begins a forward or backward call, or the optimizer its step."""
-        self._call_begin = self.clock.mark()
+        if self.step is not None:
+            self._call_begin = self.clock.mark()
 
     def end_forward_call(self) -> None:
         self._end_call("forward-step", self._chunk, self.micro_batch.get(self._chunk, 0))
@@ -351,7 +356,7 @@ class TimingHooks:
             self.step.spans.append(("backward", part.layer, part.chunk, micro_batch, [(begin, end)]))
 
 
-def _between(run: Callable, enter: Callable, leave: Callable) -> Callable:
+def between(run: Callable, enter: Callable, leave: Callable) -> Callable:
     """`run` with calls before and after it, like the forward hooks of a module."""
 
     @wraps(run)
@@ -362,6 +367,14 @@ def _between(run: Callable, enter: Callable, leave: Callable) -> Callable:
         return output
 
     return run_between
+
+
+def _once_there(hidden: torch.Tensor, call: Callable[[], None]) -> None:
+    """Call `call` when the gradient of `hidden` is there."""
+    if hidden.grad_fn is None:
+        hidden.register_hook(lambda gradient: call())
+    else:  # a graph returns one tensor in every replay, and a hook of it would stay with the first
+        hidden.grad_fn.register_prehook(lambda gradients: call())
 
 
 class _Part:
@@ -397,12 +410,12 @@ class _Part:
             if following is not None and before() is hidden_in:  # one hook ends this part and begins the one before it
                 following.append(self)
             else:
-                hidden_in.register_hook(lambda gradient: hooks.close_backward(self))
+                _once_there(hidden_in, lambda: hooks.close_backward(self))
         after: list[_Part] | None = None
         # Megatron-LM adds residuals with gradients even where it will recompute; that graph has no backward pass.
         if hidden_out.requires_grad and torch.is_grad_enabled():
             after = parts = []
-            hidden_out.register_hook(lambda gradient: hooks.open_backward(self, micro_batch, parts))
+            _once_there(hidden_out, lambda: hooks.open_backward(self, micro_batch, parts))
         hooks.boundary = weakref.ref(hidden_out), after, end
 
 

@@ -30,7 +30,7 @@ __all__ = [
 
 # Features. Balanced experts without Transformer Engine are also checked as OWN_EXPERTS.
 OWN_EXPERTS = "own experts"
-EXPERTS, SEQUENCES, LAYERS, RELEASE, REPORT = "experts", "sequences", "layers", "release", "report"
+EXPERTS, SEQUENCES, LAYERS, RELEASE = "experts", "sequences", "layers", "release"
 # Sequences are also checked as SEQUENCES_OF_DATA if data-parallel ranks share micro-batches,
 SEQUENCES_OF_DATA = "sequences of data-parallel ranks"
 # and as SEQUENCES_OF_STEP if documents are distributed over the micro-batches of a step.
@@ -200,7 +200,6 @@ def _named(value: object) -> object:
 
 _BALANCERS = (EXPERTS, SEQUENCES, LAYERS)
 _GRAPH = "a CUDA graph repeats the step that it captured, and later steps differ"
-_HOOKS = "the report measures with hooks on modules, which cannot be part of a CUDA graph"
 _CAPTURED = "a captured graph repeats the plain model"
 _TE_EXPERTS = "it needs Transformer Engine's grouped experts"
 _USE_TE_EXPERTS = "use --transformer-impl transformer_engine --moe-grouped-gemm"
@@ -419,9 +418,6 @@ INCOMPATIBLE: tuple[Incompatible, ...] = (
                  "use --cuda-graph-impl none", where=LOOPS),
     Incompatible("enable_cuda_graph", ON, (EXPERTS, ATTENTION, LAYERS), _CAPTURED, where=LOOPS),
     Incompatible("external_cuda_graph", ON, (EXPERTS, ATTENTION, LAYERS), _CAPTURED, where=LOOPS),
-    Incompatible("cuda_graph_impl", other_than("none"), (REPORT,), _HOOKS, "use --cuda-graph-impl none"),
-    Incompatible("enable_cuda_graph", ON, (REPORT,), _HOOKS),
-    Incompatible("external_cuda_graph", ON, (REPORT,), _HOOKS),
     Incompatible("optimizer_cuda_graph", ON, (LAYERS,), "the graph belongs to an optimizer that a move replaces"),
     # The optimizer, checkpoints and the job
     Incompatible("optimizer", other_than("adam", "sgd", "muon", "dist_muon", "lion", "adaptive_muon"), (LAYERS,),

@@ -27,7 +27,6 @@ from balancing.doctor.installed import find_apex
 from megatron.balanced.cpu.device import choose_device, is_cpu, use_cpu
 from megatron.balanced.run import Run
 from megatron.balanced.shared.errors import LocalError
-from megatron.balanced.shared.incompatible import REPORT, check_compatible
 from megatron.balanced.trainer.agreement import check_agreement
 from megatron.balanced.trainer.auto_domain import settle_domain
 from megatron.balanced.trainer.balancers import check_balancers, switch_on
@@ -39,6 +38,7 @@ from megatron.balanced.trainer.checks.megatron import check_megatron
 from megatron.balanced.trainer.checks.model import check_groups, check_layout, check_model, settle_graphs
 from megatron.balanced.trainer.checks.ranges import check_ranges
 from megatron.balanced.trainer.checks.refusal import is_refusal
+from megatron.balanced.trainer.checks.report import notes_on_report
 from megatron.balanced.trainer.config import BalanceConfig, add_flags, config_from_flags
 from megatron.balanced.trainer.dry_run import assume_packages, assume_ranks, assumed_device, assumes_gpus, model_of
 from megatron.balanced.trainer.model_extension import ModelExtension
@@ -205,7 +205,7 @@ def parse_arguments(
         )
         config, notes = check_balancers(args, config, left_to_us)
         if config.balance_report is not None:
-            check_compatible(args, REPORT, "--balance-report")
+            notes = [*notes, *notes_on_report(args)]
         if _is_first_rank():
             print(*(f"> {note}\n" for note in (*notes_on_version, *said, *notes)), sep="", end="", flush=True)
         if args.sft:  # the SFT dataset asserts that no mask is requested

@@ -19,7 +19,9 @@ from balancing.pipeline.pattern import read_pattern
 from balancing.run_lock import one_run
 from balancing.settings import SettingError
 from megatron.balanced.experts.balancer import ReplicaMemoryError
+from megatron.balanced.experts.graphs import captures_iterations
 from megatron.balanced.fill.schedule import WeightGradientFill
+from megatron.balanced.observe.captured import CapturedObserver, IterationObserver
 from megatron.balanced.observe.empty_steps import EmptySteps
 from megatron.balanced.observe.observer import Observer
 from megatron.balanced.observe.own_rates import OwnRates
@@ -163,7 +165,10 @@ def _observer(run: Run, args: argparse.Namespace, config: BalanceConfig) -> Obse
     own_rates = None
     if config.cluster == AUTO and config.experts.enabled:
         own_rates = OwnRates(run.cluster, run.use_cluster)
-    return Observer(
+    observer = Observer
+    if args.cuda_graph_impl != "none":
+        observer = IterationObserver if captures_iterations(args) else CapturedObserver
+    return observer(
         writer,
         interval=config.report.interval,
         measures=config.layers.enabled,

@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 
-__all__ = ["CUDAGraph", "captured", "install"]
+__all__ = ["CUDAGraph", "captured", "install", "install_local"]
 
 _READS_DEVICE = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
 
@@ -115,6 +115,29 @@ def _graph(cuda_graph: CUDAGraph, pool: Any = None, stream: Any = None, **option
     with _Capture(cuda_graph):
         yield
     captured.append(cuda_graph)
+
+
+def install_local() -> None:
+    """In addition, have `--cuda-graph-impl local` work, whose graphs Megatron-LM itself captures. It needs the random
+    generator of a GPU, so the command line refuses it on CPUs; no test draws random numbers in a graph."""
+    from megatron.core.transformer import cuda_graphs
+    from transformer_engine.pytorch import distributed
+    from transformer_engine.pytorch.attention.dot_product_attention import dot_product_attention
+
+    from megatron.balanced.trainer.checks import machine
+
+    def alloc_tensor_from_graph_mempool(meta: Any) -> torch.Tensor:
+        out = meta.zeros_like()
+        out.is_from_global_mempool = True
+        return out.requires_grad_(meta.requires_grad)
+
+    cuda_graphs.alloc_tensor_from_graph_mempool = alloc_tensor_from_graph_mempool
+    cuda_graphs.make_weak_ref = lambda value: value
+    cuda_graphs.get_all_rng_states = dict
+    cuda_graphs._ensure_generator_state_is_cudagraph_safe = lambda gen: gen
+    distributed.graph_safe_rng_available = lambda: False
+    dot_product_attention.graph_safe_rng_available = lambda: True
+    machine._refuse_without_gpu = lambda args: None
 
 
 def install() -> None:
