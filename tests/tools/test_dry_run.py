@@ -49,8 +49,10 @@ def test_a_cluster_is_described_from_a_machine_without_gpus():
 
 def test_mamba_layers_see_whole_documents(pool):
     pattern = "--hybrid-layer-pattern M-M*ME|M-M*ME|M-M*ME|M-M*ME".split()
-    ((code, said, lines),) = pool.run(1, plan_lines_of, [*MOCK_DATA, *JOB, *BALANCE, *pattern], {"WORLD_SIZE": "1024"})
+    flags = [*MOCK_DATA, *JOB, *BALANCE, *pattern, *settings("experts", late_slots=1).split()]
+    ((code, said, lines),) = pool.run(1, plan_lines_of, flags, {"WORLD_SIZE": "1024"})
     assert code == 0, said
+    assert "memory experts.late_slots 1: 0.105 GiB more" in lines
     shared = "12 Mamba layers (M) see whole documents, with 16 heads of all tokens on each of 4 ranks"
     assert f"plan   --balance-sequences: {shared}" in lines
     moved = "moves 12 Mamba, 4 MLP, 4 attention, 4 MoE layers one by one, starting from M-M*ME|M-M*ME|M-M*ME|M-M*ME"

@@ -300,7 +300,11 @@ def _slot_lines(args: argparse.Namespace, config: BalanceConfig) -> list[str]:
         for mode in modes
     }
     size = ", or ".join(f"{need[mode] / 2**30:,.3f} GiB {mode}" for mode in modes)
-    return [*lines, f"memory experts.replica_mode {experts.replica_mode}: {size}, on the rank with the most"]
+    lines.append(f"memory experts.replica_mode {experts.replica_mode}: {size}, on the rank with the most")
+    if experts.late_slots:
+        late = max(slot_bytes(model, chunks, experts.late_slots, shared=True) for chunks in layers)
+        lines.append(f"memory experts.late_slots {experts.late_slots}: {late / 2**30:,.3f} GiB more")
+    return lines
 
 
 def moe_layers(model: Any) -> list[list[int]]:
