@@ -28,11 +28,16 @@ CASES = {
         f"{EP2} --moe-grouped-gemm --tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 2 "
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     ),
+    "grouped, late copies": (
+        4,
+        f"{EP2} --pipeline-model-parallel-size 2 --moe-grouped-gemm {OVERLAPS} "
+        f"{settings('experts', late_slots=1, plan_interval=3)}",
+    ),
     "grouped, PP 2, overlap": (4, f"{EP2} --pipeline-model-parallel-size 2 --moe-grouped-gemm {OVERLAPS}"),
 }
 
 
-@pytest.mark.parametrize("case", sampled(CASES, "grouped, PP 2, overlap"))
+@pytest.mark.parametrize("case", sampled(CASES, "grouped, PP 2, overlap", "grouped, late copies"))
 def test_replicas_beside_transformer_engine_change_no_number(model_of, tmp_path, case):
     ranks, flags = CASES[case]
     model = model_of(EIGHT)

@@ -96,7 +96,7 @@ class ReplicatedExperts(torch.nn.Module):
     when_computed = staticmethod(at_once)
 
     _bound: ReplicaSlots | None = None  # the slots that are experts of the modules in `_twins`
-    _twins: dict[int, Any]  # number of slots -> homes and slots; in a dict, so that they are no submodules
+    _twins: dict[tuple[int, int], Any]  # numbers of slots and of late ones -> the module; no submodules in a dict
 
     def prepare(self) -> None:
         """Called once, when the experts of a finished model get replicas."""
@@ -137,6 +137,9 @@ class ReplicatedExperts(torch.nn.Module):
         if experts is self or not self.runs_one_by_one:
             self.acquire()
         counts = tokens_per_expert[: experts.num_local_experts]  # the slots behind are empty
+        if late := self._late_slots_run():  # and so are those before late slots
+            first = self.num_local_experts + slots.slots
+            counts = torch.cat([counts[: len(counts) - late], tokens_per_expert[first : first + late]])
         output, bias = experts.run(hidden, counts, permuted_probs, *buffers)
         return on_backward(output, later(self, "_begin_pass", experts is self, self.late)), bias
 
@@ -162,34 +165,30 @@ class ReplicatedExperts(torch.nn.Module):
 
     def with_slots(self, slots: ReplicaSlots) -> Any:
         """The module that has the slots as further experts. This one, if it has no replica."""
-        number = self._slots_run(slots)
-        late = self.late_slots
-        if late is not None and self.late is not None and late.held(self.position):
-            number = slots.slots + late.slots  # late slots are behind all others
-        if not number:
+        number, late = self._slots_run(slots), self._late_slots_run()
+        if not number + late:
             return self
         if self._bound is not slots:
             self.forget_slots()
             self._bound = slots
-        if number not in self._twins:
-            self._twins[number] = self._bind(slots, number)
-        return self._twins[number]
+        if (number, late) not in self._twins:
+            leaves = slots.leaves(self.position)[:number]
+            if self.late_slots is not None:
+                leaves = [*leaves, *self.late_slots.leaves(self.position)[:late]]
+            self._twins[number, late] = self._bind(leaves)
+        return self._twins[number, late]
+
+    def _late_slots_run(self) -> int:
+        """Number of late slots that run in the pass in progress."""
+        return 0 if self.late is None or self.late_slots is None else self.late_slots.held(self.position)
 
     def _slots_run(self, slots: ReplicaSlots) -> int:
         """Number of slots that run with the home experts: at least those up to the last replica, 0 without one."""
         raise NotImplementedError
 
-    def _bind(self, slots: ReplicaSlots, number: int) -> Any:
-        """A twin that has the first `number` slots as further experts."""
+    def _bind(self, leaves: list[list[torch.Tensor]]) -> Any:
+        """A twin that has slots with the parameters `leaves` as further experts."""
         raise NotImplementedError
-
-    def leaves(self, slots: ReplicaSlots, number: int) -> list[list[torch.Tensor]]:
-        """The parameters of the first `number` slots."""
-        leaves = slots.leaves(self.position)
-        if number > len(leaves):
-            assert self.late_slots is not None
-            leaves = [*leaves, *self.late_slots.leaves(self.position)]
-        return leaves[:number]
 
     def backward_dw(self) -> None:
         """Compute the weight gradients that the backward pass has left out, then return those of replicas
@@ -265,8 +264,8 @@ class ReplicatedSequentialMLP(ReplicatedExperts, SequentialMLP):
     def _slots_run(self, slots: ReplicaSlots) -> int:
         return slots.held(self.position)
 
-    def _bind(self, slots: ReplicaSlots, number: int) -> Any:
-        twin = with_further_experts(self, self.leaves(slots, number))
+    def _bind(self, leaves: list[list[torch.Tensor]]) -> Any:
+        twin = with_further_experts(self, leaves)
         experts = twin.local_experts._modules
         first = str(self.num_local_experts)
         run, acquire = experts[first].forward, later(self, "acquire")
@@ -306,8 +305,8 @@ class ReplicatedTEGroupedMLP(ReplicatedExperts, TEGroupedMLP):
     def _slots_run(self, slots: ReplicaSlots) -> int:
         return slots.slots if slots.held(self.position) else 0  # always all: each module quantizes its weights anew
 
-    def _bind(self, slots: ReplicaSlots, number: int) -> Any:
-        return with_further_experts(self, self.leaves(slots, number))
+    def _bind(self, leaves: list[list[torch.Tensor]]) -> Any:
+        return with_further_experts(self, leaves)
 
 
 def _copy_first(module: Any, twin: Any) -> None:
