@@ -11,7 +11,7 @@ from tests.support.patience import PATIENCE
 REPOSITORY = Path(__file__).resolve().parents[2]
 # Folders -> most lines of their Python files, rounded up to hundreds.
 MOST = {
-    ("balancing", "megatron"): 42_500,
+    ("balancing", "megatron"): 42_600,
     ("balancing_tools",): 4_900,
     ("tests",): 50_100,
     ("benchmarks", "scripts"): 12_800,
