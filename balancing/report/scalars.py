@@ -56,7 +56,7 @@ def scalars(observed: IterationRecord | Iterable[dict[str, Any]]) -> dict[str, f
         if line["action"] != "observe":
             if (line["balancer"], line["unit"]) == ("experts", "layer"):
                 for name, key in _OF_REPLICAS.items():
-                    values[f"balance-experts/{name}/layer-{line['layer']}"] = line.get(key, 0)
+                    values[f"balance-experts/{name}/layer-{line['layer']}"] = line[key]
             continue
         match line["balancer"], line["unit"]:
             case "layers", "stage":

@@ -150,12 +150,13 @@ def test_scalars_of_replicas_are_told_layer_by_layer():
     lines = [
         event(
             7, "experts", "layer", imbalance_before=2.0 + layer, imbalance_after=1.0, plan_ms=0.5, apply_ms=0.1,
-            moved_bytes=64, action="replicate", reason="", layer=layer, replicas=3,
+            moved_bytes=64, action="replicate", reason="", layer=layer, replicas=3, late_copies=5,
         )
         for layer in (1, 3)
     ]  # fmt: skip
     values = scalars(lines)
-    assert len(values) == 12
+    assert len(values) == 14
+    assert values["balance-experts/late-copies/layer-3"] == 5
     assert values["balance-experts/imbalance-before/layer-3"] == 5.0
     assert values["balance-experts/imbalance-after/layer-1"] == 1.0
     assert values["balance-experts/exposed-ms/layer-1"] == 0.1
