@@ -26,6 +26,7 @@ NAMES = {
 STATED = {
     ("experts/emulated.py", "slots", 8): "rows named '8 slots', of planners that need more than two",
     ("experts/modelled.py", "slots", 0): "a bound, of a layer without replicas",
+    ("experts/plans.py", "min_gain", 0.0): "its log says so: the gate of training knows the drift",
     ("idle.py", "experts.min_gain", None): "nothing is worth a replica, so that only the cost of looking is left",
     ("layers/training.py", "--layer-balance-interval", None): "a line above the table",
     ("together/workload.py", "--layer-balance-interval", None): "a line above the table",
