@@ -133,7 +133,7 @@ def install_local() -> None:
 
     cuda_graphs.alloc_tensor_from_graph_mempool = alloc_tensor_from_graph_mempool
     cuda_graphs.make_weak_ref = lambda value: value
-    cuda_graphs.get_all_rng_states = dict
+    cuda_graphs.get_all_rng_states = lambda: {}
     cuda_graphs._ensure_generator_state_is_cudagraph_safe = lambda gen: gen
     distributed.graph_safe_rng_available = lambda: False
     dot_product_attention.graph_safe_rng_available = lambda: True
