@@ -62,17 +62,17 @@ def test_graphs_of_layers_are_counted_and_timed(engine, tmp_path, graphs):
 
 
 def test_trials_leave_experts_out_of_graphs_of_layers(engine, tmp_path):
-    argv = [*test_graphs.BASE, "--train-iters", "28"]
+    argv = [*test_graphs.BASE, "--train-iters", "50"]
     reference = join(engine.run(2, _train_eagerly, argv))
     trials = f"{settings('experts', min_gain=0)} {settings('trials', share=1.0)}"
     tried = f"--balance-experts {trials} --balance-report {tmp_path}"
     graphs = f"{test_graphs.GRAPHS} attn moe_router {tried}"
     results = engine.run(2, test_graphs._train_on_graphs, [*argv, *graphs.split()])
     for _, found, _ in results:
-        assert found and all(replays == 4 * 27 for _, replays in found), found
+        assert found and all(replays == 4 * 49 for _, replays in found), found
     assert_close(join([run for run, *_ in results]), reference, 1e-12, 1e-12)
     history = read_history(tmp_path)
-    assert history.by_the_clock["experts"].pairs == 10 and summarize(history).graphs == "layers"
+    assert history.by_the_clock["experts"].pairs >= 4 and summarize(history).graphs == "layers"
 
 
 def test_counts_follow_layers_that_move(model_of, tmp_path):
