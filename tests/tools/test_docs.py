@@ -74,7 +74,7 @@ def _entries(page: Path) -> list[str]:
 
 
 def test_the_log_of_measurements_is_listed_newest_first():
-    listed = re.findall(r"^- \[(.+)\]\((.+)\), (.+)$", (LOG / "README.md").read_text(), re.M)
+    listed = re.findall(r"^- \[(.+)\]\((.+)\), (\S+): .+$", (LOG / "README.md").read_text(), re.M)
     assert sorted(name for _, name, _ in listed) == sorted(page.name for page in LOG_PAGES)
     days = [day for _, _, day in listed]
     assert days == sorted(days, reverse=True)
@@ -86,9 +86,9 @@ def test_the_log_of_measurements_is_listed_newest_first():
 @pytest.mark.parametrize("page", LOG_PAGES, ids=_name)
 def test_a_page_of_the_log_has_its_newest_entry_first_and_what_was_overturned_last(page):
     assert re.match(r"[a-z][a-z0-9-]*\.md$", page.name), "a page is named for its subject"
-    title, *_ = page.read_text().splitlines()
-    assert len(title) <= 202, "a verdict has at most 200 characters"
     days, headings = _entries(page), re.findall(r"^## (.+)$", page.read_text(), re.M)
+    titles = re.findall(r"^# (.+)$|^## \S+: (.+)$", page.read_text(), re.M)
+    assert all(len((title or entry).split()) <= 8 for title, entry in titles), "a verdict has at most eight words"
     assert days and days == sorted(days, reverse=True)
     assert headings[len(days) :] in ([], ["Overturned"]), "an entry begins with its day"
     _, _, overturned = page.read_text().partition("\n## Overturned\n\n")
@@ -188,7 +188,7 @@ def test_python_examples_run(page, capsys):
 
 def test_the_readme_keeps_to_its_length_and_shows_every_balancer():
     text = (REPOSITORY / "README.md").read_text()
-    assert len(text.splitlines()) <= 120
+    assert len(text.splitlines()) <= 140
     (example,) = re.findall(r"^(CUDA_\S+ torchrun .*?)^$", text.partition("## With `pretrain_gpt.py`")[2], re.M | re.S)
     assert {"--balance", "all"} <= set(example.split()) and len(example.splitlines()) <= 3
     for balancer in ("experts", "sequences", "layers"):
