@@ -198,7 +198,7 @@ def test_the_readme_keeps_to_its_length_and_shows_every_balancer():
 def test_the_readme_names_versions_and_the_length_of_the_entry_point_as_they_are():
     text, setup = ((REPOSITORY / name).read_text() for name in ("README.md", "setup.py"))
     (oldest, newest) = re.search(r"PyTorch (2\.\d+) to (2\.\d+)", text).groups()
-    assert f'"torch>={oldest},<2.{int(newest.partition(".")[2]) + 1}"' in setup
+    assert f'"torch>={oldest}.0a0,<2.{int(newest.partition(".")[2]) + 1}"' in setup
     pythons = re.findall(r"3\.\d+", re.search(r"Python (.+?),", text)[1])
     assert f'python_requires=">={pythons[0]}"' in setup
     assert pythons == re.findall(r"Language :: Python :: (3\.\d+)", setup)
@@ -206,6 +206,13 @@ def test_the_readme_names_versions_and_the_length_of_the_entry_point_as_they_are
     assert f"megatron-core {MEGATRON_VERSIONS[0].rpartition('.')[0]}, PyTorch" in text
     entry = REPOSITORY / "pretrain_gpt.py"
     assert f"the entry point, {len(entry.read_text().splitlines())} lines" in text
+
+
+def test_the_readme_counts_recipes_as_their_page_does():
+    readme = " ".join((REPOSITORY / "README.md").read_text().split())
+    told = re.search(r"experts (\d+ of \d+), layers (\d+ of \d+), sequences (\d+ of \d+), the report (\d+ of \d+)", readme)
+    (row,) = re.findall(r"^\| \*\*all\*\* \|.*$", (REPOSITORY / "docs/recipes.md").read_text(), re.M)
+    assert told is not None and list(told.groups()) == re.findall(r"\d+ of \d+", row)
 
 
 def test_every_patch_is_documented():
