@@ -210,7 +210,8 @@ def test_the_readme_names_versions_and_the_length_of_the_entry_point_as_they_are
 
 def test_the_readme_counts_recipes_as_their_page_does():
     readme = " ".join((REPOSITORY / "README.md").read_text().split())
-    told = re.search(r"experts (\d+ of \d+), layers (\d+ of \d+), sequences (\d+ of \d+), the report (\d+ of \d+)", readme)
+    counts = ", ".join(rf"{name} (\d+ of \d+)" for name in ("experts", "layers", "sequences", "the report"))
+    told = re.search(counts, readme)
     (row,) = re.findall(r"^\| \*\*all\*\* \|.*$", (REPOSITORY / "docs/recipes.md").read_text(), re.M)
     assert told is not None and list(told.groups()) == re.findall(r"\d+ of \d+", row)
 
