@@ -13,7 +13,8 @@ the output names those that were measured.
 Rates by length (`balancing.cluster.rates`) are those of the first rank. Attention runs through PyTorch's
 scaled_dot_product_attention on documents of one length, with each backend that the device has, and products of experts
 in each way that it has: one after the other, by Transformer Engine and by PyTorch's grouped product. What an operation
-of the engine of sequences costs the host is not measured here: it stays that of `presets.H100`. The GPU's part has not run on a GPU.
+of the engine of sequences costs the host is not measured here: it stays that of `presets.H100`. The GPU's part has not
+run on a GPU.
 """
 
 import argparse

@@ -64,20 +64,17 @@ class GemmChoice(NamedTuple):
     name: in `GEMMS`.
     line: for the user.
     rates: name -> FLOP/s of each that was timed, forward and backward.
+    recorded: what a checkpoint keeps: the name, if it was measured, which may end otherwise the next time.
     """
 
     name: str
     line: str
-    rates: Mapping[str, float]
-
-    @property
-    def recorded(self) -> str | None:
-        """What a checkpoint keeps of it: the name, if it was measured, which may end otherwise the next time."""
-        return self.name if self.rates else None
+    rates: Mapping[str, float] = {}
+    recorded: str | None = None
 
 
 # weights [expert] -> [out, in] -> a differentiable function of rows [row, in] and of rows of each expert
-Gemm = Callable[[list[torch.Tensor]], Callable[[torch.Tensor, list[int]], torch.Tensor]]
+Gemm = Callable[[Sequence[torch.Tensor]], Callable[[torch.Tensor, list[int]], torch.Tensor]]
 
 
 def choose_gemm(
@@ -100,7 +97,7 @@ def choose_gemm(
     model's own.
     """
     if wanted == "megatron" or (wanted == "auto" and device.type != "cuda"):
-        return GemmChoice(own, f"experts: {GEMMS[own]}", {})
+        return GemmChoice(own, f"experts: {GEMMS[own]}")
     if not why_own and device.type == "cuda":
         why_own = _why_not_torch(sizes)
     return choose_among_gemms({own: MADE_OF[own], "torch": MADE_OF["torch"]}, device, sizes, wanted, why_own, had)
@@ -118,27 +115,32 @@ def choose_among_gemms(
     to be taken."""
     own = next(iter(gemms))
     wrong = {name: "" if name == own else why_own or _wrong(gemm, device, sizes) for name, gemm in gemms.items()}
-    for named in ([had] if wanted == "auto" and had in gemms else []), [*gemms] if wanted == "auto" else [wanted]:
-        fit = [name for name in named if not wrong[name]]
-        timed = {name: _seconds(gemms[name], device, sizes) if len(fit) > 1 else 0.0 for name in fit}
-        costs = dict(zip(gemms, *largest([[timed.get(name, math.inf) for name in gemms]], device, None), strict=True))
-        usable = [name for name in named if costs[name] < math.inf]
-        if not usable:
-            continue
-        chosen = usable[0]
-        for name in usable[1:]:
-            if costs[name] < CLEARLY * costs[chosen]:
-                chosen = name
-        rates = {name: sizes.flops / costs[name] for name in usable if costs[name]}
-        said = [f"{GEMMS[name]}{_rate(rates, name)}" for name in [chosen, *(n for n in rates if n != chosen)]]
-        left = [f"{GEMMS[name]} left out: {why}" for name, why in wrong.items() if why]
-        kept = ["it is the checkpoint's"] if named == [had] else []
-        rates = rates or dict.fromkeys(named if kept else [], 0.0)
-        return GemmChoice(chosen, f"experts: {'; '.join([*said, *left, *kept])}", rates)
-    if wanted == "auto":  # the own products have failed with rows as large as those of the job; so be it, in training
-        return GemmChoice(own, f"experts: {GEMMS[own]}", {})
-    why = wrong[wanted] or "not on all ranks"
-    raise KernelError(f'experts.gemm "{wanted}" does not run here: {why}; use "auto"')
+    named, kept = [*gemms] if wanted == "auto" else [wanted], []
+    costs = _costs(gemms, [name for name in named if not wrong[name]], device, sizes)
+    chosen = next((name for name in named if costs[name] < math.inf), None)
+    if chosen is None:
+        if wanted != "auto":
+            why = wrong[wanted] or "not on all ranks"
+            raise KernelError(f'experts.gemm "{wanted}" does not run here: {why}; use "auto"')
+        chosen = own  # too little memory for a trial
+    for name in named:
+        if costs[name] < CLEARLY * costs[chosen]:
+            chosen = name
+    if had in named and wanted == "auto" and costs[had] < math.inf:
+        chosen, kept = had, ["it is the checkpoint's"]
+    rates = {name: sizes.flops / cost for name, cost in costs.items() if 0 < cost < math.inf}
+    said = [f"{GEMMS[name]}{_rate(rates, name)}" for name in [chosen, *(n for n in rates if n != chosen)]]
+    left = [f"{GEMMS[n]} left out: {wrong[n] or 'not on all ranks'}" for n in named if costs[n] == math.inf]
+    line = f"experts: {'; '.join([*said, *left, *kept])}"
+    return GemmChoice(chosen, line, rates, chosen if len(rates) > 1 else None)
+
+
+def _costs(gemms: Mapping[str, Gemm], fit: Sequence[str], device: torch.device, sizes: ExpertSizes) -> dict[str, float]:
+    """Name -> seconds on the slowest rank, infinite if some rank does not run it, and 0 if there is no other."""
+    here = [
+        (_seconds(gemms[name], device, sizes) if len(fit) > 1 else 0.0) if name in fit else math.inf for name in gemms
+    ]
+    return dict(zip(gemms, largest([here], device, None)[0], strict=True))
 
 
 def _rate(rates: Mapping[str, float], name: str) -> str:
@@ -157,7 +159,7 @@ def _why_not_torch(sizes: ExpertSizes) -> str:
 # The products.
 
 
-def _sequential(weights: list[torch.Tensor]) -> Callable[[torch.Tensor, list[int]], torch.Tensor]:
+def _sequential(weights: Sequence[torch.Tensor]) -> Callable[[torch.Tensor, list[int]], torch.Tensor]:
     def run(rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
         parts = zip(rows.split(counts), weights, strict=True)
         return torch.cat([torch.nn.functional.linear(part, weight) for part, weight in parts])
@@ -165,12 +167,12 @@ def _sequential(weights: list[torch.Tensor]) -> Callable[[torch.Tensor, list[int
     return run
 
 
-def _torch(weights: list[torch.Tensor]) -> Callable[[torch.Tensor, list[int]], torch.Tensor]:
+def _torch(weights: Sequence[torch.Tensor]) -> Callable[[torch.Tensor, list[int]], torch.Tensor]:
     return lambda rows, counts: grouped_linear(torch_product, rows, counts, weights)
 
 
-def _transformer_engine(weights: list[torch.Tensor]) -> Callable[[torch.Tensor, list[int]], torch.Tensor]:
-    from transformer_engine.pytorch import GroupedLinear
+def _transformer_engine(weights: Sequence[torch.Tensor]) -> Callable[[torch.Tensor, list[int]], torch.Tensor]:
+    from transformer_engine.pytorch import GroupedLinear  # type: ignore[import-not-found]
 
     out, width = weights[0].shape
     options: dict[str, Any] = {"bias": False, "params_dtype": weights[0].dtype, "device": weights[0].device}
@@ -188,7 +190,7 @@ MADE_OF: dict[str, Gemm] = {"sequential": _sequential, "te": _transformer_engine
 
 def _made_up(
     device: torch.device, dtype: torch.dtype, counts: Sequence[int], width: int, out: int
-) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.nn.Parameter]]:
     """Rows, a gradient of what they become, and weights."""
     draw = torch.Generator(device).manual_seed(1)
 
@@ -235,7 +237,7 @@ def _both(
     run: Callable[[torch.Tensor, list[int]], torch.Tensor],
     rows: torch.Tensor,
     gradient: torch.Tensor,
-    weights: list[torch.Tensor],
+    weights: Sequence[torch.Tensor],
 ) -> list[torch.Tensor]:
     """Results forward and backward, by expert."""
     counts = [*_FEW]

@@ -33,11 +33,18 @@ CASES = {
         f"{EP2} --pipeline-model-parallel-size 2 --moe-grouped-gemm {OVERLAPS} "
         f"{settings('experts', late_slots=1, plan_interval=3)}",
     ),
+    "PyTorch's products, late copies": (
+        4,
+        f"{EP2} --pipeline-model-parallel-size 2 --moe-grouped-gemm {OVERLAPS} --recompute-granularity selective "
+        f"--recompute-modules moe_act {settings('experts', late_slots=1, plan_interval=3, gemm='torch')}",
+    ),
     "grouped, PP 2, overlap": (4, f"{EP2} --pipeline-model-parallel-size 2 --moe-grouped-gemm {OVERLAPS}"),
 }
 
 
-@pytest.mark.parametrize("case", sampled(CASES, "grouped, PP 2, overlap", "grouped, late copies"))
+@pytest.mark.parametrize(
+    "case", sampled(CASES, "grouped, PP 2, overlap", "grouped, late copies", "PyTorch's products, late copies")
+)
 def test_replicas_beside_transformer_engine_change_no_number(model_of, tmp_path, case):
     ranks, flags = CASES[case]
     model = model_of(EIGHT)
