@@ -389,7 +389,7 @@ def expert_rates(device: str, notes: Notes) -> None:
     for shape, (hidden, size, experts, given) in EXPERTS.items():
         rows = given
         if device == "cpu":
-            hidden, size, rows = 64, 32, 1024
+            hidden, size, rows = 64, 32, 2048
         best = ("", np.inf)
         for count in (experts + more for more in REPLICAS):
             rates: dict[str, list[str]] = {}
