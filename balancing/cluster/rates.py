@@ -35,6 +35,7 @@ __all__ = [
     "Rates",
     "attention_curve",
     "causal_pairs",
+    "product_curve",
 ]
 
 # FLOP/s of flash attention over those of large matrix products, where nothing was measured: 0.57 on H200, 0.72 on A800.
