@@ -1,15 +1,18 @@
 """Experts with PyTorch's grouped products against Megatron-LM's own, and which of them a run has."""
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from balancing.experts.config import ExpertConfig
 from balancing.kernels.expert_choice import GemmChoice
-from balancing.settings import SettingError
+from megatron.balanced.trainer.checks.fill import check_fill
+from megatron.balanced.trainer.config import BalanceConfig
 from tests.experts.test_layer import ADVERSARIAL, EXPERTS
-from tests.experts.test_training import LAYOUTS, OTHERS, _balanced, _reference
+from tests.experts.test_training import BASE, LAYOUTS, OTHERS, _balanced, _reference
 from tests.support.one_layer import Layer, assert_alike, run_layer
 from tests.support.sampled import sampled
 from tests.support.settings import settings
@@ -90,8 +93,6 @@ def _asked_for(argv: list[str]) -> list[tuple[str, str | None, str, int]]:
 
 
 def test_a_checkpoint_records_the_products_and_a_resumed_run_asks_for_them(pool, tmp_path):
-    from tests.experts.test_training import BASE
-
     ranks, flags = LAYOUTS["EP 2"]
     argv = [*BASE, *flags.split(), "--balance-experts", "--train-iters", "2"]
     save = ["--save", str(tmp_path), "--save-interval", "1"]
@@ -100,6 +101,28 @@ def test_a_checkpoint_records_the_products_and_a_resumed_run_asks_for_them(pool,
     assert pool.run(ranks, _asked_for, [*argv, *load]) == [[("auto", "torch", "sequential", 4 + 2)]] * ranks
 
 
-def test_other_names_of_products_are_refused():
-    with pytest.raises(SettingError, match="gemm fast is none of auto, megatron, torch"):
-        ExpertConfig(gemm="fast")
+@pytest.mark.parametrize("flag", ["fp8", "fp4", "use_transformer_engine_op_fuser", "delay_wgrad_compute"])
+def test_modules_that_cannot_have_other_products_say_why(flag):
+    from megatron.core.transformer.mlp import MLP
+
+    from megatron.balanced.experts.products import why_own_products
+
+    experts = torch.nn.ModuleList([torch.nn.ModuleList()])
+    experts.config = SimpleNamespace(**{flag: True})
+    assert flag in why_own_products(experts)
+    experts.config = SimpleNamespace()
+    assert not why_own_products(experts)
+    experts.append(torch.nn.Linear(1, 1))
+    assert why_own_products(experts) == "experts have a module of class Linear"
+    experts[1] = MLP.__new__(MLP)
+    torch.nn.Module.__init__(experts[1])
+    assert not why_own_products(experts)
+    experts[1].forward = None
+    assert why_own_products(experts) == "experts have a module of class MLP"
+
+
+def test_weight_gradients_in_waits_need_megatrons_products():
+    args = SimpleNamespace(skip_train=False, pipeline_model_parallel_size=2)
+    config = BalanceConfig(fill_with_weight_gradients=True, experts=ExpertConfig(enabled=True, gemm="torch"))
+    with pytest.raises(ValueError, match=r'--fill-with-weight-gradients needs experts.gemm "megatron" or "auto"'):
+        check_fill(args, config)

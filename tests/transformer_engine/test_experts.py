@@ -57,6 +57,22 @@ def test_replicas_beside_transformer_engine_change_no_number(model_of, tmp_path,
     assert_close(run, model.alone("--moe-grouped-gemm --train-iters 6"), 1e-5, 1e-4)
 
 
+def _choice_beside_torch() -> tuple[str, set[str]]:
+    import torch
+
+    from balancing.kernels.expert_choice import MADE_OF, ExpertSizes, choose_among_gemms
+
+    sizes = ExpertSizes(torch.float32, 32, 16, True, 4, 64)
+    choice = choose_among_gemms({name: MADE_OF[name] for name in ("torch", "te")}, torch.device("cpu"), sizes)
+    return choice.line, set(choice.rates)
+
+
+def test_grouped_products_are_right_on_their_own(engine):
+    """The trial compares those that are not the model's own, and times both."""
+    ((line, timed),) = engine.run(1, _choice_beside_torch)
+    assert "left out" not in line and timed == {"torch", "te"}
+
+
 DELAYED = "--moe-token-dispatcher-type alltoall --overlap-moe-expert-parallel-comm --delay-wgrad-compute"
 # ranks, flags
 DELAYED_CASES = {
