@@ -48,7 +48,7 @@ from balancing.cluster.rates import (
 )
 from balancing.command_line import Parser, whole_number
 from balancing.files import check_output
-from balancing.kernels.expert_choice import GEMMS, MADE_OF, Gemm
+from balancing.kernels.expert_choice import GEMMS, TITLES, Gemm
 from balancing.launch import detect_launch, detect_nics, host_memory
 
 __all__ = [
@@ -188,10 +188,10 @@ def _attention_points(backend: SDPBackend, sizes: _Sizes, device: torch.device) 
 
 def _products(sizes: _Sizes, device: torch.device) -> Iterator[tuple[str, ProductPoints]]:
     """(name, points) of each way to multiply experts that the device has."""
-    for name in MADE_OF if device.type == "cuda" else ("sequential",):
+    for name in GEMMS if device.type == "cuda" else ("sequential",):
         try:
-            points = _rising([(rows, _product_rate(MADE_OF[name], rows, sizes, device)) for rows in sizes.rows])
-            started = 0.0 if name == "torch" else _started_seconds(MADE_OF[name], sizes, device)
+            points = _rising([(rows, _product_rate(GEMMS[name], rows, sizes, device)) for rows in sizes.rows])
+            started = 0.0 if name == "torch" else _started_seconds(GEMMS[name], sizes, device)
         except Exception:  # not installed, or not for this GPU
             if name == "sequential":
                 raise
@@ -386,7 +386,7 @@ def _of_rates(cluster: Cluster) -> list[tuple[str, str]]:
     for name, ways in rates.products:
         rows = product_curve(ways.rows)
         row = f"an expert costs {rows.group:.0f} more rows, and the host {ways.group_seconds * 1e6:.0f} us"
-        lines.append((f"experts, {GEMMS.get(name, name)}", f"{_quantity(rows.flops, 'FLOP/s')}; {row}"))
+        lines.append((f"experts, {TITLES.get(name, name)}", f"{_quantity(rows.flops, 'FLOP/s')}; {row}"))
     host = f"{rates.operation_seconds * 1e6:.0f} us, a message {rates.post_seconds * 1e6:.0f} us"
     return [
         *lines,

@@ -121,7 +121,7 @@ class Rates:
     kernel: the name in `attention` that planners plan with.
     attention: (name, points) of each measured kernel.
     gemm: the name in `products` that planners plan with.
-    products: (name, points) of each measured way to multiply experts, as in `balancing.kernels.expert_choice.GEMMS`.
+    products: (name, points) of each measured way to multiply experts, as in `balancing.kernels.expert_choice.TITLES`.
     operation_seconds: seconds of the host for one operation of `balancing.sequences.engine`, from Python.
     post_seconds: seconds of the host to start one message.
     copy_bandwidth: bytes/s that the device copies in its memory.

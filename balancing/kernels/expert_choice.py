@@ -17,10 +17,10 @@ from balancing.kernels.choice import CLEARLY, KernelError, in_one_line, largest
 from balancing.kernels.expert_products import grouped_linear, torch_product
 from balancing.kernels.trial import TOLERANCE, in_any_order, leave_nan, seconds_of
 
-__all__ = ["GEMMS", "MADE_OF", "ExpertSizes", "Gemm", "GemmChoice", "choose_among_gemms", "choose_gemm"]
+__all__ = ["GEMMS", "TITLES", "ExpertSizes", "Gemm", "GemmChoice", "choose_among_gemms", "choose_gemm"]
 
 # Names of products, as in `Rates.products` -> what they stand for. The first two are those of a model's own modules.
-GEMMS = {
+TITLES = {
     "sequential": "one expert after the other",
     "te": "grouped by Transformer Engine",
     "torch": "grouped by PyTorch",
@@ -61,7 +61,7 @@ class ExpertSizes(NamedTuple):
 class GemmChoice(NamedTuple):
     """The chosen products.
 
-    name: in `GEMMS`.
+    name: in `TITLES`.
     line: for the user.
     rates: name -> FLOP/s of each that was timed, forward and backward.
     recorded: what a checkpoint keeps: the name, if it was measured, which may end otherwise the next time.
@@ -97,10 +97,10 @@ def choose_gemm(
     model's own.
     """
     if wanted == "megatron" or (wanted == "auto" and device.type != "cuda"):
-        return GemmChoice(own, f"experts: {GEMMS[own]}")
+        return GemmChoice(own, f"experts: {TITLES[own]}")
     if not why_own and device.type == "cuda":
         why_own = _why_not_torch(sizes)
-    return choose_among_gemms({own: MADE_OF[own], "torch": MADE_OF["torch"]}, device, sizes, wanted, why_own, had)
+    return choose_among_gemms({own: GEMMS[own], "torch": GEMMS["torch"]}, device, sizes, wanted, why_own, had)
 
 
 def choose_among_gemms(
@@ -129,8 +129,8 @@ def choose_among_gemms(
     if had in named and wanted == "auto" and costs[had] < math.inf:
         chosen, kept = had, ["it is the checkpoint's"]
     rates = {name: sizes.flops / cost for name, cost in costs.items() if 0 < cost < math.inf}
-    said = [f"{GEMMS[name]}{_rate(rates, name)}" for name in [chosen, *(n for n in rates if n != chosen)]]
-    left = [f"{GEMMS[n]} left out: {wrong[n] or 'not on all ranks'}" for n in named if costs[n] == math.inf]
+    said = [f"{TITLES[name]}{_rate(rates, name)}" for name in [chosen, *(n for n in rates if n != chosen)]]
+    left = [f"{TITLES[n]} left out: {wrong[n] or 'not on all ranks'}" for n in named if costs[n] == math.inf]
     line = f"experts: {'; '.join([*said, *left, *kept])}"
     return GemmChoice(chosen, line, rates, chosen if len(rates) > 1 else None)
 
@@ -182,7 +182,7 @@ def _transformer_engine(weights: Sequence[torch.Tensor]) -> Callable[[torch.Tens
     return lambda rows, counts: layer(rows, counts)
 
 
-MADE_OF: dict[str, Gemm] = {"sequential": _sequential, "te": _transformer_engine, "torch": _torch}  # by name in GEMMS
+GEMMS: dict[str, Gemm] = {"sequential": _sequential, "te": _transformer_engine, "torch": _torch}
 
 
 # The trial.

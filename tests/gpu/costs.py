@@ -337,7 +337,7 @@ EXPERTS = {
     "DeepSeek-V3, EP 8": (7168, 2048, 32, 32768),
 }
 REPLICAS = (0, 1, 2)
-ALONE = "one expert after the other"  # in `GEMMS`; it runs everywhere
+ALONE = "one expert after the other"  # in `TITLES`; it runs everywhere
 
 
 def _groups(experts: int, rows: int, skewed: bool) -> list[int]:
@@ -353,7 +353,7 @@ def _experts(groups: list[int], hidden: int, size: int, place: Any) -> dict[str,
     which training chooses and that are installed."""
     from torch.nn.functional import silu
 
-    from balancing.kernels.expert_choice import GEMMS, MADE_OF
+    from balancing.kernels.expert_choice import GEMMS, TITLES
 
     def matrix(*shape: int) -> Any:
         return torch.randn(*shape, device=place, dtype=torch.bfloat16).mul_(0.02).requires_grad_()
@@ -370,11 +370,11 @@ def _experts(groups: list[int], hidden: int, size: int, place: Any) -> dict[str,
 
         return call
 
-    for name, made in MADE_OF.items():
+    for name, made in GEMMS.items():
         if place.type == "cpu" and name == "te":
             continue
         try:
-            ways[GEMMS[name]] = trained(made(up), made(down))
+            ways[TITLES[name]] = trained(made(up), made(down))
         except ImportError:
             continue
     return ways
@@ -383,7 +383,7 @@ def _experts(groups: list[int], hidden: int, size: int, place: Any) -> dict[str,
 def expert_rates(device: str, notes: Notes) -> None:
     """TFLOP/s of a rank's experts, rows even / skewed, without and with replicas, by each of the products; the
     milliseconds that an even share takes the best of them, and what training would choose."""
-    from balancing.kernels.expert_choice import GEMMS, ExpertSizes, choose_gemm
+    from balancing.kernels.expert_choice import TITLES, ExpertSizes, choose_gemm
 
     place = local_device(device)
     for shape, (hidden, size, experts, given) in EXPERTS.items():
@@ -412,7 +412,7 @@ def expert_rates(device: str, notes: Notes) -> None:
         if best[0]:
             notes.figure(f"{shape}: an even share {best[0]} {best[1]:.2f} ms")
         sizes = ExpertSizes(torch.bfloat16, hidden, size, True, experts + REPLICAS[-1], rows)
-        choice = choose_gemm(place, sizes, "te" if GEMMS["te"] in rates else "sequential")
+        choice = choose_gemm(place, sizes, "te" if TITLES["te"] in rates else "sequential")
         notes.figure(f"{shape}: {choice.line}")
         assert device == "cpu" or "torch" in choice.rates, choice.line
 

@@ -7,7 +7,7 @@ from torch.nn.functional import linear
 
 from balancing.kernels import expert_products, trial
 from balancing.kernels.choice import KernelError
-from balancing.kernels.expert_choice import MADE_OF, ExpertSizes, choose_among_gemms, choose_gemm
+from balancing.kernels.expert_choice import GEMMS, ExpertSizes, choose_among_gemms, choose_gemm
 from balancing.kernels.expert_products import grouped_linear, rows_of_biases, torch_product
 
 CPU = torch.device("cpu")
@@ -82,7 +82,7 @@ def _slow(seconds, change=lambda made, rows, counts: made):
     def gemm(weights):
         def run(rows, counts):
             Clock.now += seconds
-            return change(MADE_OF["sequential"](weights)(rows, counts), rows, counts)
+            return change(GEMMS["sequential"](weights)(rows, counts), rows, counts)
 
         return run
 
@@ -122,7 +122,7 @@ def _altered(alter):
     """Products whose gradients of weights are altered."""
 
     def gemm(weights):
-        return MADE_OF["sequential"]([_Altered.apply(weight, alter) for weight in weights])
+        return GEMMS["sequential"]([_Altered.apply(weight, alter) for weight in weights])
 
     return gemm
 

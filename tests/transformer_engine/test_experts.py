@@ -60,10 +60,10 @@ def test_replicas_beside_transformer_engine_change_no_number(model_of, tmp_path,
 def _choice_beside_torch() -> tuple[str, set[str]]:
     import torch
 
-    from balancing.kernels.expert_choice import MADE_OF, ExpertSizes, choose_among_gemms
+    from balancing.kernels.expert_choice import GEMMS, ExpertSizes, choose_among_gemms
 
     sizes = ExpertSizes(torch.float32, 32, 16, True, 4, 64)
-    choice = choose_among_gemms({name: MADE_OF[name] for name in ("torch", "te")}, torch.device("cpu"), sizes)
+    choice = choose_among_gemms({name: GEMMS[name] for name in ("torch", "te")}, torch.device("cpu"), sizes)
     return choice.line, set(choice.rates)
 
 

@@ -150,7 +150,7 @@ class ProductsOfTEGroupedMLP(_Products, ReplicatedTEGroupedMLP):
 
 
 def own_products(experts: Any) -> str:
-    """The name of the products of experts of Megatron-LM, as in `GEMMS`."""
+    """The name of the products of experts of Megatron-LM, as in `TITLES`."""
     return "te" if isinstance(experts, TEGroupedMLP) else "sequential"
 
 
