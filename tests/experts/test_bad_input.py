@@ -55,11 +55,7 @@ REFUSED = {
         settings("experts", min_gain=0.1),
         "experts.min_gain 0.1 does nothing without --balance-experts",
     ),
-    "grouped without Transformer Engine": (
-        f"{BALANCE} --moe-grouped-gemm",
-        "--moe-grouped-gemm: it needs Transformer Engine's grouped experts",
-        "use --transformer-impl transformer_engine, or drop it",
-    ),
+    "products": (f"{BALANCE} {settings('experts', gemm='fast')}", "experts.gemm fast", "auto, megatron, torch"),
     "latent attention with a norm of queries alone": (
         "--multi-latent-attention --qk-layernorm",
         "--qk-layernorm",
@@ -112,6 +108,9 @@ def test_layers_of_transformer_engine():
     assert "instead of Transformer Engine's" in note
     args.moe_grouped_gemm = args.add_bias_linear = True
     assert check_experts(args, ExpertConfig(enabled=True))[1] == []
+    args.transformer_impl = "local"
+    _, (note,) = check_experts(args, ExpertConfig(enabled=True))
+    assert "experts are grouped by PyTorch's product where experts.gemm chooses it" in note
 
 
 def test_preprocessing_is_left_out_of_graphs():

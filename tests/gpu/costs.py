@@ -333,8 +333,11 @@ def _launches(call: Callable[[], None], device: str) -> tuple[int, dict[str, tup
 EXPERTS = {
     "Mixtral 8x7B, EP 8": (4096, 14336, 1, 8192),
     "Qwen3-30B-A3B, EP 8": (2048, 768, 16, 32768),
-    "DeepSeek-V3, EP 32": (7168, 2048, 8, 32768),
+    "Qwen3-235B-A22B, EP 8": (4096, 1536, 16, 32768),
+    "DeepSeek-V3, EP 8": (7168, 2048, 32, 32768),
 }
+REPLICAS = (0, 1, 2)
+ALONE = "one expert after the other"  # in `TITLES`; it runs everywhere
 
 
 def _groups(experts: int, rows: int, skewed: bool) -> list[int]:
@@ -346,62 +349,49 @@ def _groups(experts: int, rows: int, skewed: bool) -> list[int]:
 
 
 def _experts(groups: list[int], hidden: int, size: int, place: Any) -> dict[str, Callable[[], Any]]:
-    """A gated feed-forward layer of one rank's experts, forward and backward in bf16, each way that is installed."""
-    from torch.nn.functional import linear, silu
+    """A gated feed-forward layer of one rank's experts, forward and backward in bf16, by each of the products among
+    which training chooses and that are installed."""
+    from torch.nn.functional import silu
+
+    from balancing.kernels.expert_choice import GEMMS, TITLES
 
     def matrix(*shape: int) -> Any:
         return torch.randn(*shape, device=place, dtype=torch.bfloat16).mul_(0.02).requires_grad_()
 
     rows = matrix(sum(groups), hidden)
-    up, down = matrix(len(groups), 2 * size, hidden), matrix(len(groups), hidden, size)
+    up, down = ([matrix(*sizes) for _ in groups] for sizes in ((2 * size, hidden), (hidden, size)))
+    leaves, ways = [rows, *up, *down], {}
 
-    def gated(x: Any) -> Any:
-        gate, value = x.chunk(2, dim=-1)
-        return silu(gate) * value
-
-    def trained(forward: Callable[[], Any], leaves: list[Any]) -> Callable[[], Any]:
+    def trained(first: Callable, second: Callable) -> Callable[[], Any]:
         def call() -> Any:
-            out = forward()
+            gate, value = first(rows, groups).chunk(2, dim=-1)
+            out = second(silu(gate) * value, groups)
             return torch.autograd.grad(out, leaves, torch.ones_like(out))
 
         return call
 
-    def one_by_one() -> Any:  # as SequentialMLP
-        parts = zip(rows.split(groups), up, down, strict=True)
-        return torch.cat([linear(gated(linear(part, first)), second) for part, first, second in parts])
-
-    ways = {"one by one": trained(one_by_one, [rows, up, down])}
-    if place.type == "cuda":
-        ends = torch.tensor(np.cumsum(groups), dtype=torch.int32, device=place)
-
-        def grouped() -> Any:
-            inside = gated(torch._grouped_mm(rows, up.transpose(1, 2), ends))
-            return torch._grouped_mm(inside, down.transpose(1, 2), ends)
-
-        ways["torch grouped"] = trained(grouped, [rows, up, down])
+    for name, made in GEMMS.items():
+        if place.type == "cpu" and name == "te":
+            continue
         try:
-            from transformer_engine.pytorch import GroupedLinear
+            ways[TITLES[name]] = trained(made(up), made(down))
         except ImportError:
-            return ways
-        options = {"bias": False, "params_dtype": torch.bfloat16, "device": "cuda"}
-        first, second = (
-            GroupedLinear(len(groups), *sizes, **options) for sizes in ((hidden, 2 * size), (size, hidden))
-        )
-        leaves = [rows, *first.parameters(), *second.parameters()]
-        ways["Transformer Engine grouped"] = trained(lambda: second(gated(first(rows, groups)), groups), leaves)
+            continue
     return ways
 
 
 def expert_rates(device: str, notes: Notes) -> None:
-    """TFLOP/s of a rank's experts, rows even / skewed, without and with two replicas, each way; beside the milliseconds
-    that an even share takes the best of them."""
+    """TFLOP/s of a rank's experts, rows even / skewed, without and with replicas, by each of the products; the
+    milliseconds that an even share takes the best of them, and what training would choose."""
+    from balancing.kernels.expert_choice import TITLES, ExpertSizes, choose_gemm
+
     place = local_device(device)
     for shape, (hidden, size, experts, given) in EXPERTS.items():
         rows = given
         if device == "cpu":
-            hidden, size, rows = 64, 32, 512
+            hidden, size, rows = 64, 32, 2048
         best = ("", np.inf)
-        for count in (experts, experts + 2):
+        for count in (experts + more for more in REPLICAS):
             rates: dict[str, list[str]] = {}
             for skewed in (False, True):
                 groups = _groups(count, rows, skewed)
@@ -410,7 +400,7 @@ def expert_rates(device: str, notes: Notes) -> None:
                     try:
                         took = _timed(call, device)[1]
                     except Exception as error:  # another torch has no gradient of a grouped product
-                        if way == "one by one":
+                        if way == ALONE:
                             raise
                         rates.setdefault(way, []).append(f"fails ({type(error).__name__})")
                         continue
@@ -418,9 +408,13 @@ def expert_rates(device: str, notes: Notes) -> None:
                     if took and not skewed and count == experts:
                         best = min(best, (way, took), key=lambda pair: pair[1])
             said = ", ".join(f"{way} {' / '.join(each)}" for way, each in rates.items())
-            notes.figure(f"{shape}, {experts} experts{', 2 replicas' * (count > experts)}: {said}")
+            notes.figure(f"{shape}, {experts} experts, {count - experts} replicas: {said}")
         if best[0]:
-            notes.figure(f"{shape}: an even share by {best[0]} {best[1]:.2f} ms")
+            notes.figure(f"{shape}: an even share {best[0]} {best[1]:.2f} ms")
+        sizes = ExpertSizes(torch.bfloat16, hidden, size, True, experts + REPLICAS[-1], rows)
+        choice = choose_gemm(place, sizes, "te" if TITLES["te"] in rates else "sequential")
+        notes.figure(f"{shape}: {choice.line}")
+        assert device == "cpu" or "torch" in choice.rates, choice.line
 
 
 # (expert-parallel ranks, experts)
@@ -489,8 +483,8 @@ def moe_shares(device: str, notes: Notes) -> None:
             try:
                 took[way] = _timed(call, device)[1]
             except Exception:  # rows that a grouped product does not take
-                if way == "one by one":
+                if way == ALONE:
                     raise
         way = min(took, key=lambda way: took[way])
-        times = f", one by one {took['one by one']:.2f} ms, {way} {took[way]:.2f} ms" if took[way] else ""
+        times = f", {ALONE} {took[ALONE]:.2f} ms, {way} {took[way]:.2f} ms" if took[way] else ""
         notes.figure(f"{name}: {rows[name]} rows{times}")

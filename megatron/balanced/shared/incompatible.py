@@ -254,8 +254,6 @@ INCOMPATIBLE: tuple[Incompatible, ...] = (
     Incompatible("use_te_activation_func", ON, (EXPERTS,), _MODULES),
     Incompatible("mlp_chunks_for_training", other_than(1), (EXPERTS,),
                  "the tokens of a micro-batch then pass through the experts in several parts", "use 1"),
-    Incompatible("moe_grouped_gemm", ON, (OWN_EXPERTS,), _TE_EXPERTS,
-                 "use --transformer-impl transformer_engine, or drop it"),
     Incompatible("use_transformer_engine_op_fuser", ON, (OWN_EXPERTS,), _TE_EXPERTS, _USE_TE_EXPERTS),
     Incompatible("moe_mlp_glu_interleave_size", ON, (OWN_EXPERTS,), _TE_EXPERTS, _USE_TE_EXPERTS),
     Incompatible("moe_single_grouped_weight", ON, (EXPERTS,),

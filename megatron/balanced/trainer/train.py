@@ -130,7 +130,7 @@ def _add_features(
     if config.sequences.enabled:
         tokens = sequences(run, args, config.sequences, model, resumed)
     if config.experts.enabled:
-        experts(run, config.experts)
+        experts(run, args, config, resumed)
     if config.layers.enabled:
         assert observer is not None
         rest += layers(run, args, config, model, observer)

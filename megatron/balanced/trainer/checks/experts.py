@@ -63,6 +63,11 @@ def check_experts(args: argparse.Namespace, experts: ExpertConfig) -> tuple[Expe
         notes += more
     notes += switch_off(args, EXPERTS, "--balance-experts")
     notes += note_on_experts(args)
+    if args.transformer_impl == "local" and args.moe_grouped_gemm:
+        notes.append(
+            "--moe-grouped-gemm without Transformer Engine's layers: experts are grouped by PyTorch's product where "
+            f'experts.gemm chooses it ("{experts.gemm}" is given)'
+        )
     if args.transformer_impl != "local" and not args.moe_grouped_gemm:
         notes.append(
             "--balance-experts runs experts on Megatron-LM's own linear layers instead of Transformer Engine's; with "
