@@ -5,8 +5,8 @@ from megatron.core.utils import get_model_config
 from balancing.experts.config import ExpertConfig
 from megatron.balanced.experts.balancer import ExpertBalancer
 from megatron.balanced.experts.captured import CapturedExpertBalancer
-from megatron.balanced.experts.graphs import captures_iterations
 from megatron.balanced.run import Run
+from megatron.balanced.shared.captured_schedule import captures_iterations
 
 __all__ = ["experts"]
 
