@@ -409,7 +409,7 @@ INCOMPATIBLE: tuple[Incompatible, ...] = (
     Incompatible("cpu_offloading_num_layers", ON, (LAYERS,), _COUNTS),
     Incompatible("cuda_graph_impl", other_than("none"), (SEQUENCES,), _TOKENS, where=TRAINER, switches_off=True),
     Incompatible("external_cuda_graph", ON, (SEQUENCES,), _TOKENS, where=TRAINER, switches_off=True),
-    Incompatible("cuda_graph_impl", one_of("transformer_engine", "local"), (LAYERS,),
+    Incompatible("cuda_graph_impl", other_than("none"), (LAYERS,),
                  "layers of hybrid models cannot be captured again after a move", "use --cuda-graph-impl none",
                  {"hybrid_layer_pattern": ON}, TRAINER),
     Incompatible("cuda_graph_impl", other_than("none"), (RELEASE,), "its graphs hold process groups that shrink",
