@@ -12,7 +12,7 @@ import pytest
 from tests.support import training
 from tests.support.moving import at_end_of_step, move_at, moving_rank
 from tests.support.sampled import sampled
-from tests.support.set_clock import SetClock, slow_layers
+from tests.support.set_clock import SetClock, TwoStreams, slow_layers
 from tests.support.settings import settings
 from tests.support.training import EXACT, MOCK_DATA, RankRun, join, train_rank
 from tests.support.transformer_engine.model import EXPERTS, assert_close
@@ -174,10 +174,25 @@ def _replays() -> list[int]:
     return [graph.replays for graph in captured_iterations.captured]
 
 
-def _move_exactly(argv: list[str], plans: Any) -> tuple[RankRun, list[int]]:
+def _move_exactly(argv: list[str], plans: Any) -> tuple[RankRun, list[int], int]:
+    """Train with layers that move. Returns the run, the replays of each graph, and how often chunks were wrapped, each
+    time on the stream of captures."""
+    import torch
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.full_cuda_graph import get_shared_capture_stream
+
     _exactly()
+    TwoStreams().install()
+    wrap, streams = DistributedDataParallel.__init__, []
+
+    def wrapped(*args: Any, **kwargs: Any) -> None:
+        streams.append(torch.cuda.current_stream())
+        wrap(*args, **kwargs)
+
+    DistributedDataParallel.__init__ = wrapped
     run, _ = moving_rank(argv, plans)
-    return run, _replays()
+    assert {*streams} == {get_shared_capture_stream()}, "a capture allows no node of another stream"
+    return run, _replays(), len(streams)
 
 
 PP2 = "--pipeline-model-parallel-size 2"
@@ -204,9 +219,9 @@ def test_moves_between_graphs_of_iterations_change_no_number(engine, case):
     argv = [*DENSE, *flags.split()]
     results = engine.run(ranks, _move_exactly, [*argv, *f"{ITERATIONS} --balance-layers".split()], plans)
     # Of training: 2 and 3, 6 and 7, 10 and 11. Of validation: twice after 4 and 8, and six times from 12 on.
-    for _, replays in results:
-        assert sorted(replays) == [2, 2, 2, 2, 2, 6], replays
-    moved = join([run for run, _ in results])
+    for _, replays, wraps in results:
+        assert sorted(replays) == [2, 2, 2, 2, 2, 6] and wraps == 3 * len(plans[4][0]), (replays, wraps)
+    moved = join([run for run, *_ in results])
     stayed = join(engine.run(ranks, _train_exactly, argv))
     training.assert_close(moved, stayed)
     assert moved.validation == pytest.approx(stayed.validation, rel=1e-6) and len(moved.validation) > 5
