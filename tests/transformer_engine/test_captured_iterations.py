@@ -227,9 +227,10 @@ def test_moves_between_graphs_of_iterations_change_no_number(engine, case):
     assert moved.validation == pytest.approx(stayed.validation, rel=1e-6) and len(moved.validation) > 5
 
 
-def _decide(argv: list[str]) -> tuple[RankRun, list[int], list[Any]]:
+def _decide(argv: list[str]) -> tuple[RankRun, list[int], list[Any], set[int]]:
     """Train with layers of which the first takes three times as long. A replay takes as long as what was captured.
-    Returns the run, the replays of each graph, and the layers of each stage after each step."""
+    Returns the run, the replays of each graph, the layers of each stage after each step, and the iterations whose time
+    the gate was given."""
     from tests.support.stand_ins.captured_iterations import Graph
 
     _exactly()
@@ -253,16 +254,26 @@ def _decide(argv: list[str]) -> tuple[RankRun, list[int], list[Any]]:
 
     Graph.__init__, Graph.undo, Graph.replay = begin_capture, end_capture, replayed
     plans: list[Any] = []
-    at_end_of_step(lambda balancer: plans.append([len(stage[0]) for stage in balancer.mover.plan.chunks]))
+    timed: set[int] = set()
+
+    def see(balancer: Any) -> None:
+        plans.append([len(stage[0]) for stage in balancer.mover.plan.chunks])
+        timed.update(iteration for iteration, *_ in balancer._planner._steps)
+
+    at_end_of_step(see)
     run = train_rank(argv, True)
-    return run, _replays(), plans
+    return run, _replays(), plans, timed
 
 
 def test_layers_are_measured_without_the_graph_and_move(engine):
     argv = [*DENSE, *f"{PP2} --eval-iters 0".split()]
     given = f"{ITERATIONS} --balance-layers --layer-balance-interval 4".split()
     results = engine.run(2, _decide, [*argv, *given])
-    for _, replays, plans in results:
-        # Measured at 1. Decided before 4, by that alone; the move stays, as steps with the graph are faster with it.
-        assert plans == [[2, 2]] * 4 + [[1, 3]] * 8 and replays == [2, 6], (plans, replays)
+    for _, replays, plans, timed in results:
+        # Layers are measured at 1, which alone decides before 4. Iterations 2 and 6 capture.
+        assert plans == [[2, 2]] * 4 + [[1, 3]] * 8 and replays == [2, 6] and timed == {7, 8, 9}, (
+            plans,
+            replays,
+            timed,
+        )
     training.assert_close(join([run for run, *_ in results]), join(engine.run(2, _train_exactly, argv)))

@@ -1,7 +1,10 @@
 """Documents spread over ranks, in a model of Transformer Engine's layers but for its attention."""
 
+import argparse
+
 import pytest
 
+from megatron.balanced.trainer.sequence_rules import why_of_one_size
 from tests.support.sampled import sampled
 from tests.support.training import join
 from tests.support.transformer_engine.model import EXPERTS, assert_close
@@ -64,3 +67,11 @@ def test_graphs_are_switched_off_once_for_all_balancers(model_of, tmp_path, grap
     (line,) = [line for line in told if "graph" in line or "moe_preprocess" in line]
     assert line.startswith("> --balance-sequences switches --cuda-graph-impl") and "the host launches" in line
     assert_close(join([run for run, _ in results]), model.alone(f"{PACKED} --moe-grouped-gemm"), 1e-5, 1e-4)
+
+
+def test_hybridep_gets_as_many_tokens_from_each_rank():
+    flags = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep"}
+    args = argparse.Namespace(pipeline_model_parallel_size=1, num_experts=4, **flags)
+    assert "--moe-flex-dispatcher-backend hybridep needs the same number of tokens" in (why_of_one_size(args) or "")
+    args.moe_hybridep_pad_uneven_dispatch_inputs = True
+    assert why_of_one_size(args) is None

@@ -201,8 +201,8 @@ def _named(value: object) -> object:
 
 _BALANCERS = (EXPERTS, SEQUENCES, LAYERS)
 _GRAPH = "a CUDA graph repeats the step that it captured, and later steps differ"
-_TOKENS = (
-    "a graph repeats the number of tokens that it captured, and a rank's changes; the host launches each kernel again"
+_PLANS = (
+    "a graph repeats the plan that it captured, and each micro-batch has its own; the host launches each kernel again"
 )
 _CAPTURED = "a captured graph repeats the plain model"
 _TE_EXPERTS = "it needs Transformer Engine's grouped experts"
@@ -407,8 +407,8 @@ INCOMPATIBLE: tuple[Incompatible, ...] = (
                  "a move restarts it, but a CUDA graph holds its streams", "use --cuda-graph-impl none",
                  {"cuda_graph_impl": other_than("none")}, TRAINER),
     Incompatible("cpu_offloading_num_layers", ON, (LAYERS,), _COUNTS),
-    Incompatible("cuda_graph_impl", other_than("none"), (SEQUENCES,), _TOKENS, where=TRAINER, switches_off=True),
-    Incompatible("external_cuda_graph", ON, (SEQUENCES,), _TOKENS, where=TRAINER, switches_off=True),
+    Incompatible("cuda_graph_impl", other_than("none"), (SEQUENCES,), _PLANS, where=TRAINER, switches_off=True),
+    Incompatible("external_cuda_graph", ON, (SEQUENCES,), _PLANS, where=TRAINER, switches_off=True),
     Incompatible("cuda_graph_impl", other_than("none"), (LAYERS,),
                  "layers of hybrid models cannot be captured again after a move", "use --cuda-graph-impl none",
                  {"hybrid_layer_pattern": ON}, TRAINER),
