@@ -267,7 +267,7 @@ def _decide(argv: list[str]) -> tuple[RankRun, list[int], list[Any], set[int]]:
 
 def test_layers_are_measured_without_the_graph_and_move(engine):
     argv = [*DENSE, *f"{PP2} --eval-iters 0".split()]
-    given = f"{ITERATIONS} --balance-layers --layer-balance-interval 4".split()
+    given = f"{ITERATIONS} --train-iters 16 --balance-layers --layer-balance-interval 4".split()
     results = engine.run(2, _decide, [*argv, *given])
     for _, replays, plans, timed in results:
         # Layers are measured at 1, which alone decides before 4. Iterations 2 and 6 capture.
