@@ -266,14 +266,12 @@ def _decide(argv: list[str]) -> tuple[RankRun, list[int], list[Any], set[int]]:
 
 
 def test_layers_are_measured_without_the_graph_and_move(engine):
-    argv = [*DENSE, *f"{PP2} --eval-iters 0".split()]
-    given = f"{ITERATIONS} --train-iters 16 --balance-layers --layer-balance-interval 4".split()
+    argv, long = [*DENSE, *f"{PP2} --eval-iters 0".split()], "--train-iters 16"
+    given = f"{ITERATIONS} {long} --balance-layers --layer-balance-interval 4".split()
     results = engine.run(2, _decide, [*argv, *given])
     for _, replays, plans, timed in results:
-        # Layers are measured at 1, which alone decides before 4. Iterations 2 and 6 capture.
-        assert plans == [[2, 2]] * 4 + [[1, 3]] * 8 and replays == [2, 6] and timed == {7, 8, 9}, (
-            plans,
-            replays,
-            timed,
-        )
-    training.assert_close(join([run for run, *_ in results]), join(engine.run(2, _train_exactly, argv)))
+        # Layers are measured at 1, which alone decides before 4, and at 5, but not before 12. Iterations 2 and 6 capture.
+        assert plans == [[2, 2]] * 4 + [[1, 3]] * 12 and replays == [2, 10], (plans, replays)
+        assert timed == {*range(7, 14)}, timed
+    stayed = join(engine.run(2, _train_exactly, [*argv, *long.split()]))
+    training.assert_close(join([run for run, *_ in results]), stayed)
