@@ -270,7 +270,7 @@ def test_layers_are_measured_without_the_graph_and_move(engine):
     given = f"{ITERATIONS} {long} --balance-layers --layer-balance-interval 4".split()
     results = engine.run(2, _decide, [*argv, *given])
     for _, replays, plans, timed in results:
-        # Layers are measured at 1, which alone decides before 4, and at 5, but not before 12. Iterations 2 and 6 capture.
+        # Layers are measured at 1 and 5: the first alone decides before 4, none before 12. Iterations 2 and 6 capture.
         assert plans == [[2, 2]] * 4 + [[1, 3]] * 12 and replays == [2, 10], (plans, replays)
         assert timed == {*range(7, 14)}, timed
     stayed = join(engine.run(2, _train_exactly, [*argv, *long.split()]))
