@@ -227,10 +227,11 @@ def test_moves_between_graphs_of_iterations_change_no_number(engine, case):
     assert moved.validation == pytest.approx(stayed.validation, rel=1e-6) and len(moved.validation) > 5
 
 
-def _decide(argv: list[str]) -> tuple[RankRun, list[int], list[Any], set[int]]:
+def _decide(argv: list[str]) -> tuple[RankRun, list[int], list[Any], list[int]]:
     """Train with layers of which the first takes three times as long. A replay takes as long as what was captured.
-    Returns the run, the replays of each graph, the layers of each stage after each step, and the iterations whose time
-    the gate was given."""
+    Returns the run, the replays of each graph, the layers of each stage after each step, and the iterations that were
+    measured."""
+    from megatron.balanced.layers.planning import LayerPlanner
     from tests.support.stand_ins.captured_iterations import Graph
 
     _exactly()
@@ -254,24 +255,26 @@ def _decide(argv: list[str]) -> tuple[RankRun, list[int], list[Any], set[int]]:
 
     Graph.__init__, Graph.undo, Graph.replay = begin_capture, end_capture, replayed
     plans: list[Any] = []
-    timed: set[int] = set()
+    measured: list[int] = []
+    add = LayerPlanner.add
 
-    def see(balancer: Any) -> None:
-        plans.append([len(stage[0]) for stage in balancer.mover.plan.chunks])
-        timed.update(iteration for iteration, *_ in balancer._planner._steps)
+    def added(self: Any, iteration: int, *args: Any) -> None:
+        measured.append(iteration)
+        add(self, iteration, *args)
 
-    at_end_of_step(see)
+    LayerPlanner.add = added
+    at_end_of_step(lambda balancer: plans.append([len(stage[0]) for stage in balancer.mover.plan.chunks]))
     run = train_rank(argv, True)
-    return run, _replays(), plans, timed
+    return run, _replays(), plans, measured
 
 
 def test_layers_are_measured_without_the_graph_and_move(engine):
     argv, long = [*DENSE, *f"{PP2} --eval-iters 0".split()], "--train-iters 16"
     given = f"{ITERATIONS} {long} --balance-layers --layer-balance-interval 4".split()
     results = engine.run(2, _decide, [*argv, *given])
-    for _, replays, plans, timed in results:
+    for _, replays, plans, measured in results:
         # Layers are measured at 1 and 5: the first alone decides before 4, none before 12. Iterations 2 and 6 capture.
         assert plans == [[2, 2]] * 4 + [[1, 3]] * 12 and replays == [2, 10], (plans, replays)
-        assert timed == {*range(7, 14)}, timed
+        assert measured == [1, 5, *range(7, 14)], measured
     stayed = join(engine.run(2, _train_exactly, [*argv, *long.split()]))
     training.assert_close(join([run for run, *_ in results]), stayed)
