@@ -126,6 +126,8 @@ def _moe_layer(
         _split_at_once(counted)
         balance_layer(layer, _SLOTS)
         slots = _fill(layer, ranks, full)
+    if only_preprocess and full is not None:
+        slots = layer.experts.slots = None  # replicas are sent in any case
 
     def both() -> None:
         if slots is not None:
@@ -137,6 +139,7 @@ def _moe_layer(
             layer(hidden)[0].backward(grad)
         if slots is not None:
             slots.end_step()
+        if full is not None:
             layer.forget_passes()
 
     return measure(both, counted)
