@@ -7,8 +7,8 @@ from megatron.core.utils import get_model_config
 
 from megatron.balanced.experts.balancer import ExpertBalancer
 from megatron.balanced.experts.captured import CapturedExpertBalancer
-from megatron.balanced.experts.graphs import captures_iterations
 from megatron.balanced.run import Run
+from megatron.balanced.shared.captured_schedule import captures_iterations
 from megatron.balanced.trainer.config import BalanceConfig
 
 __all__ = ["experts"]
