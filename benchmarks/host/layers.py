@@ -153,7 +153,7 @@ def _split_at_once(counted: Counted) -> None:
             return self._served
 
     replace_name(split_kernel, "SplitKernels", SplitKernels)
-    replace_name(split_kernel, "kernels_work", lambda ranks, device: True)
+    replace_name(split_kernel, "kernels_work", lambda ranks, device, late_slots=0: True)
     replace_name(moe_layer, "is_cpu", lambda: False)
 
 

@@ -85,33 +85,49 @@ def test_the_kernels_compile_for_gpus(kernel, pointers, architecture):
 
 def compare() -> int:
     """Split all cases with NumPy and with the kernels, on the CPU. How many there were."""
-    from balancing.experts.split.split_kernel import SplitKernels, kernel_tables, kernels_work
+    from balancing.experts.split.split_kernel import kernels_work
 
     splits = copies = 0
     for placement, load, sweeps in _cases():
-        classes = color_by_rank(placement)
-        tables = upload(kernel_tables(placement, classes), None)
-        kernels = SplitKernels(placement, len(classes), sweeps if placement.split == "level" else 0, tables)
-        found = kernels(torch.from_numpy(load)).numpy()
-        assert np.array_equal(found, Splitter(placement, sweeps=sweeps)(load)), (placement, load, sweeps)
+        _compare(placement, Splitter(placement, sweeps=sweeps), load, sweeps if placement.split == "level" else 0)
         splits += 1
         if placement.split != "level":
             continue
         slots, permille, least = splits % 2 + 1, 1000 + 20 * (splits % 3), (0, 30)[splits % 2]
         empty = placement.with_late(np.full((len(load), slots), -1))
-        tables = upload(kernel_tables(empty, classes), None)
-        late = SplitKernels(empty, len(classes), sweeps, tables)
-        served, before, names = late.with_late(torch.from_numpy(load), permille, least)
         expected = LateCopies(Splitter(empty, sweeps=sweeps), permille, least)(load.sum(0))
-        assert np.array_equal(names.numpy(), expected.placement.phys2log), (placement, load)
-        assert np.array_equal(served.numpy(), expected(load)), (placement, load)
-        (placed,) = place_all([SplitTables(expected.placement, None)], None)
-        some = served.numpy() > 0
-        assert np.array_equal(before.numpy()[some], placed.tokens_before(served.numpy())[some])
+        _compare(empty, expected, load, sweeps, permille, least)
         copies += expected.placement.late_copies
     assert all(kernels_work(ranks, torch.device("cpu"), ranks % 3) for ranks in (2, 7, 16))
     assert copies > 20
     return splits
+
+
+def _compare(
+    placement: ReplicaPlacement, expected: Splitter, load: np.ndarray, sweeps: int, permille: int = 0, least: int = 0
+) -> None:
+    """Split a load with the kernel, which must give what `expected` does, for all sources and for one."""
+    from balancing.experts.split.split_kernel import SplitKernels, kernel_tables
+
+    classes = color_by_rank(placement)
+    tables = upload(kernel_tables(placement, classes), None)
+    kernels = SplitKernels(placement, len(classes), sweeps, tables)
+    served = expected(load)
+    (placed,) = place_all([SplitTables(expected.placement, None)], None)
+    before = placed.tokens_before(served)
+    for sources in (None, range(len(load) - 1, len(load))):
+        rows = slice(None) if sources is None else slice(sources.start, sources.stop)
+        found = kernels(torch.from_numpy(load), sources, permille, least)
+        assert np.array_equal(found.served.numpy(), served), (placement, load, sweeps)
+        # Empty slots have no tokens before them.
+        full = expected.placement.phys2log >= 0
+        assert np.array_equal(found.first.numpy(), before[rows] * full)
+        assert np.array_equal(found.last.numpy(), before[rows] * full + served[rows])
+        assert np.array_equal(found.tokens.numpy(), served.reshape(len(load), len(load), -1).sum((0, 2)))
+        if placement.late_slots:
+            assert found.expert is not None and found.late is not None
+            assert np.array_equal(found.expert.numpy(), expected.placement.phys2log.clip(0))
+            assert np.array_equal(found.late.numpy(), expected.placement.late)
 
 
 def _cases() -> Iterator[tuple[ReplicaPlacement, np.ndarray, int]]:
