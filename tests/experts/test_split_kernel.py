@@ -1,8 +1,10 @@
-"""The kernels that split tokens on a GPU: interpreted by Triton, equal to NumPy to the token; and compiled.
+"""The kernel that splits tokens on a GPU: interpreted by Triton, equal to NumPy to the token; and compiled.
 
-What they do on a GPU is tested with the other splits, where there is one.
+What it does on a GPU is tested with the other splits, where there is one.
 """
 
+import re
+import subprocess
 from collections.abc import Iterator
 
 import numpy as np
@@ -10,7 +12,6 @@ import pytest
 import torch
 
 from balancing.experts import ReplicaPlacement, contiguous_homes
-from balancing.experts.late import LateCopies
 from balancing.experts.placement import color_by_rank
 from balancing.experts.split.placed_split import SplitTables, place_all
 from balancing.experts.split.split import Splitter
@@ -35,7 +36,7 @@ def test_kernels_that_are_wrong_on_a_device_are_not_used(monkeypatch):
     from balancing.experts.split import split_kernel
 
     monkeypatch.setattr(split_kernel.SplitKernels, "__init__", lambda *unused, **named: None)
-    monkeypatch.setattr(split_kernel.SplitKernels, "__call__", lambda self, load: load.new_zeros(4, 16))
+    monkeypatch.setattr(split_kernel.SplitKernels, "__call__", lambda self, load, *unused: (load.new_zeros(4, 16),))
     split_kernel.kernels_work.cache_clear()
     with pytest.warns(UserWarning, match="on the host"):
         assert not split_kernel.kernels_work(4, torch.device("cpu"))
@@ -46,7 +47,7 @@ def test_kernels_that_cannot_be_compiled_are_not_used(monkeypatch):
     """As where Triton finds no C compiler, or no driver."""
     from balancing.experts.split import split_kernel
 
-    def fail(self, load):
+    def fail(self, load, *unused):
         raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.\nmore")
 
     monkeypatch.setattr(split_kernel.SplitKernels, "__init__", lambda *unused, **named: None)
@@ -59,75 +60,84 @@ def test_kernels_that_cannot_be_compiled_are_not_used(monkeypatch):
     split_kernel.kernels_work.cache_clear()
 
 
-@pytest.mark.parametrize(("kernel", "pointers"), [("balance", 3), ("divide", 5), ("add_late", 5)])
+# (ranks, instances of the hottest expert, late slots): most bytes of the stack, to which registers spill
+@pytest.mark.parametrize(
+    ("ranks", "instances", "late", "stack"),
+    [(8, 4, 0, 0), (64, 8, 0, 0), (64, 30, 0, 0), (128, 8, 0, 64), (64, 8, 1, 256)],
+)
 @pytest.mark.parametrize("architecture", [80, 90])
-def test_the_kernels_compile_for_gpus(kernel, pointers, architecture):
-    from triton import compile
+def test_the_kernel_compiles_for_gpus(ranks, instances, late, stack, architecture, tmp_path):
+    from triton import compile, knobs
     from triton.backends import backends
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from balancing.experts.split import late_kernel, split_kernel
+    from balancing.experts.split.split_kernel import launch_options, split_tokens
 
     if "nvidia" not in backends:
         pytest.skip("this Triton does not compile for Nvidia's GPUs")
-    function = getattr(late_kernel if kernel == "add_late" else split_kernel, kernel)
-    types = {name: "*i64" if at < pointers else "i32" for at, name in enumerate(function.arg_names)}
-    sizes = {"WIDTH": 64, "LATE": 1, "LOCALS": 8, "ROUNDS": 2}
-    sizes = {name: size for name, size in sizes.items() if name in types}
-    types |= {"tables": "*i32"} | dict.fromkeys(sizes, "constexpr")
-    source = ASTSource(function, types, constexprs=sizes)
-    options = split_kernel.launch_options(64)
-    del options["WIDTH"]
+    slots = np.full((ranks, 2), -1)
+    slots[1:instances, 0] = 0
+    placement = ReplicaPlacement(contiguous_homes(4 * ranks, ranks), slots).with_late(np.full((ranks, late), -1))
+    options = launch_options(placement)
+    types = {name: "i32" for name in split_tokens.arg_names}
+    types |= dict.fromkeys(("load", "out", "tokens", "scratch"), "*i64") | {"tables": "*i32", "neighbors": "*i8"}
+    sizes = {name: options.pop(name) for name in split_tokens.arg_names if name in options}
+    source = ASTSource(split_tokens, types | dict.fromkeys(sizes, "constexpr"), constexprs=sizes)
     compiled = compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
-    assert compiled.asm["cubin"]
+    ptx = tmp_path / "split.ptx"
+    ptx.write_text(compiled.asm["ptx"])
+    told = subprocess.run(
+        [knobs.nvidia.ptxas.path, "-v", f"--gpu-name=sm_{architecture}{'a' * (architecture >= 90)}", ptx, "-o", tmp_path / "split.cubin"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    spilled = re.findall(r"(\d+) bytes stack frame", told.stderr)
+    assert spilled and max(map(int, spilled)) <= stack
 
 
 def compare() -> int:
-    """Split all cases with NumPy and with the kernels, on the CPU. How many there were."""
-    from balancing.experts.split.split_kernel import kernels_work
+    """Split all cases with NumPy and with the kernel, on the CPU. How many there were."""
+    from balancing.experts.split import split_kernel
 
     splits = copies = 0
     for placement, load, sweeps in _cases():
-        _compare(placement, Splitter(placement, sweeps=sweeps), load, sweeps if placement.split == "level" else 0)
+        # Interpreted, programs run one after another.
+        split_kernel._PROGRAMS = splits % 3 + 1
+        _compare(placement, load, sweeps, (None, range(1, 2))[splits % 2])
         splits += 1
         if placement.split != "level":
             continue
+        split_kernel._PROGRAMS = splits % 2 + 1
         slots, permille, least = splits % 2 + 1, 1000 + 20 * (splits % 3), (0, 30)[splits % 2]
         empty = placement.with_late(np.full((len(load), slots), -1))
-        expected = LateCopies(Splitter(empty, sweeps=sweeps), permille, least)(load.sum(0))
-        _compare(empty, expected, load, sweeps, permille, least)
-        copies += expected.placement.late_copies
-    assert all(kernels_work(ranks, torch.device("cpu"), ranks % 3) for ranks in (2, 7, 16))
+        late = _compare(empty, load, sweeps, (None, range(1, 2))[splits % 2], permille, least)
+        copies += int((late >= 0).sum())
+    split_kernel._PROGRAMS = 1
+    assert all(split_kernel.kernels_work(ranks, torch.device("cpu"), ranks % 3) for ranks in (2, 7, 16))
     assert copies > 20
     return splits
 
 
 def _compare(
-    placement: ReplicaPlacement, expected: Splitter, load: np.ndarray, sweeps: int, permille: int = 0, least: int = 0
-) -> None:
-    """Split a load with the kernel, which must give what `expected` does, for all sources and for one."""
+    placement: ReplicaPlacement, load: np.ndarray, sweeps: int, sources: range | None, *late: int
+) -> np.ndarray | None:
+    """Split a load with the kernel, which must give what NumPy does. Returns late copies.
+
+    late: permille and least of late copies; none without.
+    """
     from balancing.experts.split.split_kernel import SplitKernels, kernel_tables
 
     classes = color_by_rank(placement)
-    tables = upload(kernel_tables(placement, classes), None)
-    kernels = SplitKernels(placement, len(classes), sweeps, tables)
-    served = expected(load)
-    (placed,) = place_all([SplitTables(expected.placement, None)], None)
-    before = placed.tokens_before(served)
-    for sources in (None, range(len(load) - 1, len(load))):
-        rows = slice(None) if sources is None else slice(sources.start, sources.stop)
-        found = kernels(torch.from_numpy(load), sources, permille, least)
-        assert np.array_equal(found.served.numpy(), served), (placement, load, sweeps)
-        # Empty slots have no tokens before them.
-        full = expected.placement.phys2log >= 0
-        assert np.array_equal(found.first.numpy(), before[rows] * full)
-        assert np.array_equal(found.last.numpy(), before[rows] * full + served[rows])
-        assert np.array_equal(found.tokens.numpy(), served.reshape(len(load), len(load), -1).sum((0, 2)))
-        if placement.late_slots:
-            assert found.expert is not None and found.late is not None
-            assert np.array_equal(found.expert.numpy(), expected.placement.phys2log.clip(0))
-            assert np.array_equal(found.late.numpy(), expected.placement.late)
+    of_kernels = upload(kernel_tables(placement, classes), None)
+    kernels = SplitKernels(placement, len(classes), sweeps if placement.split == "level" else 0, of_kernels)
+    tables = SplitTables(placement, None)
+    tables.splitter = Splitter(placement, sweeps=sweeps)
+    expected = place_all([tables], None)[0].split(load, sources, *late)
+    found = kernels(torch.from_numpy(load), sources, *late)
+    for name, value, wanted in zip(expected._fields, found, expected, strict=False):
+        assert np.array_equal(value, wanted), (name, placement, load, sweeps)
+    assert len(found) == (6 if late else 4)
+    return expected.late
 
 
 def _cases() -> Iterator[tuple[ReplicaPlacement, np.ndarray, int]]:

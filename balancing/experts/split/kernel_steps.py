@@ -10,7 +10,7 @@ import triton.language as tl
 
 __all__ = [
     *("BLOCK", "COUNT", "EXPERT", "PHYSICAL", "POSITION", "ROWS", "RANK", "CELLS"),
-    *("across", "divide", "instances", "pour", "pour_one"),
+    *("across", "class_cells", "divide", "instances", "pour", "pour_one"),
 ]
 
 # Rows of a class's table. A row has one value per rank, for the class's expert on that rank; -1 if there is none.
@@ -22,15 +22,15 @@ ROWS = tl.constexpr(4)
 # Rows of an expert's table: its instances in the order of ranks, then -1. The others are POSITION and PHYSICAL.
 RANK = tl.constexpr(0)
 CELLS = tl.constexpr(3)
-BLOCK = tl.constexpr(16)  # classes that are read at once
+BLOCK = tl.constexpr(8)  # classes that are read at once
 
 
 @triton.jit
 def across(values, ranks):
-    """[rank, chain], the value at each of `ranks`, which are [rank, chain], none negative. values: [rank]."""
-    WIDTH: tl.constexpr = ranks.shape[0]
-    CHAIN: tl.constexpr = ranks.shape[1]
-    return tl.reshape(tl.gather(values, tl.reshape(ranks, [WIDTH * CHAIN]), 0), [WIDTH, CHAIN])
+    """[chain, rank], the value at each of `ranks`, which are [chain, rank], none negative. values: [rank]."""
+    CHAIN: tl.constexpr = ranks.shape[0]
+    WIDTH: tl.constexpr = ranks.shape[1]
+    return tl.reshape(tl.gather(values, tl.reshape(ranks, [CHAIN * WIDTH]), 0), [CHAIN, WIDTH])
 
 
 @triton.jit
@@ -41,27 +41,26 @@ def pour(load, share, total, position, neighbors, last):
     share: tokens of the instance on each rank, 0 without one.
     total: tokens of its expert, -1 without one.
     position: of the instance in its chain.
-    neighbors: [rank, chain], the ranks of the expert in the order of its chain, then -1.
+    neighbors: [chain, rank], the ranks of the expert in the order of its chain, then -1.
     last: whether this is the last sweep.
     """
-    has = total >= 0
     others = load - share
     full: tl.constexpr = 1 << 50  # no water reaches it
     there = tl.maximum(neighbors.to(tl.int32), 0)
     below = tl.where(neighbors >= 0, across(others, there), full)
     # The water line is the lowest of those that the ranks up to each one would have. Sum and number in one integer.
-    within = tl.sum(tl.where(below <= others[:, None], below * 256 + 1, 0), 1)
+    within = tl.sum(tl.where(below <= others[None, :], below * 256 + 1, 0), 0)
     line = ((within >> 8) + total) // tl.maximum(within & 255, 1)
-    height = tl.min(tl.where(neighbors >= 0, across(line, there), full), 1)
-    rest = total - tl.sum(tl.maximum(height[:, None] - below, 0), 1)  # fewer tokens than instances below the line
+    height = tl.min(tl.where(neighbors >= 0, across(line, there), full), 0)
+    rest = total - tl.sum(tl.maximum(height[None, :] - below, 0), 0)  # fewer tokens than instances below the line
     poured = tl.maximum(height - others, 0)
     if last:
-        before = tl.arange(0, neighbors.shape[1])[None, :] <= position[:, None]
-        upto = tl.sum((before & (below <= height[:, None])).to(tl.int32), 1)
+        before = tl.arange(0, neighbors.shape[0])[:, None] <= position[None, :]
+        upto = tl.sum((before & (below <= height[None, :])).to(tl.int32), 0)
         poured += ((others <= height) & (upto <= rest)).to(tl.int64)
     else:
         poured += tl.where(position == 0, rest, 0)
-    return tl.where(has, poured, 0)
+    return tl.where(total >= 0, poured, 0)
 
 
 @triton.jit
@@ -127,9 +126,9 @@ def divide(
     starting = tl.load(load + rank * experts + expert, mask=rank < ranks, other=0)
     wanted = tl.load(quota + physical, mask=has, other=0)
     kept = tl.minimum(tl.load(load + at * experts + expert, mask=has, other=0), wanted)
-    here = (rank[:, None] == at[None, :]) & has[None, :]
-    stays = tl.where(here, kept[None, :], 0)
-    supply = starting - tl.sum(stays, 1)
+    here = (at[:, None] == rank[None, :]) & has[:, None]
+    stays = tl.where(here, kept[:, None], 0)
+    supply = starting - tl.sum(stays, 0)
     wanted -= kept
     chain_upto = position[:, None] <= position[None, :]
     # As many tokens as possible are served within their node, in proportion.
@@ -137,8 +136,8 @@ def divide(
     upto = tl.cumsum(supply)
     earlier = tl.gather(upto - supply, node * per_node, 0)
     offered = tl.gather(upto, tl.minimum((node + 1) * per_node, WIDTH) - 1, 0) - earlier
-    inside = (node[:, None] == of[None, :]) & has[None, :]
-    matched = tl.minimum(offered, tl.sum(tl.where(inside, wanted[None, :], 0), 1))
+    inside = (of[:, None] == node[None, :]) & has[:, None]
+    matched = tl.minimum(offered, tl.sum(tl.where(inside, wanted[:, None], 0), 0))
     upto -= earlier
     upper = upto * matched // tl.maximum(offered, 1)
     lower = (upto - supply) * matched // tl.maximum(offered, 1)
@@ -155,17 +154,29 @@ def divide(
     end = tl.sum(tl.where(chain_upto, wanted[:, None], 0), 0)
     given = stays + _shared(upto - supply, upto, end - wanted, end)
     given += tl.where(inside, _shared(lower, upper, low, high), 0)
-    mask = (rank < ranks)[:, None] & has[None, :]
-    tl.store(served + rank[:, None] * physicals + physical[None, :], given, mask=mask)
-    mask &= ((rank >= source) & (rank < source + sources))[:, None]
-    ends = tl.cumsum(given, 1)
-    row = (rank[:, None] - source) * physicals + physical[None, :]
+    mask = has[:, None] & (rank < ranks)[None, :]
+    tl.store(served + rank[None, :] * physicals + physical[:, None], given, mask=mask)
+    mask &= ((rank >= source) & (rank < source + sources))[None, :]
+    ends = tl.cumsum(given, 0)
+    row = (rank[None, :] - source) * physicals + physical[:, None]
     tl.store(first + row, ends - given, mask=mask)
     tl.store(last + row, ends, mask=mask)
 
 
 @triton.jit
 def _shared(lower, upper, low, high):
-    """Length of the overlap of each interval [lower, upper] with each interval [low, high], as a matrix."""
-    both = tl.minimum(upper[:, None], high[None, :]) - tl.maximum(lower[:, None], low[None, :])
+    """Length of the overlap of each interval [low, high] with each interval [lower, upper], as a matrix."""
+    both = tl.minimum(high[:, None], upper[None, :]) - tl.maximum(low[:, None], lower[None, :])
     return tl.maximum(both, 0)
+
+
+@triton.jit
+def class_cells(shares, cells, by_class, neighbors, index, classes, WIDTH: tl.constexpr, CHAIN: tl.constexpr):
+    """What `pour` takes of a class: the shares, totals, positions and neighbors. Without classes there is nothing."""
+    rank = tl.arange(0, WIDTH)
+    cell = index * WIDTH + rank
+    real = cell < classes * WIDTH
+    share, total = tl.load(shares + cell, mask=real, other=0), tl.load(cells + cell, mask=real, other=-1)
+    position = tl.load(by_class + (index * ROWS + POSITION) * WIDTH + rank, mask=real, other=-1)
+    chain = neighbors + (index * CHAIN + tl.arange(0, CHAIN))[:, None] * WIDTH + rank[None, :]
+    return share, total, position, tl.load(chain, mask=real[None, :], other=-1)

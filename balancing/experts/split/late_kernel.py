@@ -7,7 +7,17 @@ the expert in each late slot. An expert with late copies leaves its class and ge
 import triton
 import triton.language as tl
 
-from balancing.experts.split.kernel_steps import BLOCK, EXPERT, PHYSICAL, POSITION, ROWS, across, instances, pour, pour_one
+from balancing.experts.split.kernel_steps import (
+    BLOCK,
+    EXPERT,
+    PHYSICAL,
+    ROWS,
+    across,
+    class_cells,
+    instances,
+    pour,
+    pour_one,
+)
 
 __all__ = ["add_late", "late_instances"]
 
@@ -53,11 +63,11 @@ def add_late(
             tl.debug_barrier()
             hot = valid & (load > above)
             passed = tl.zeros([WIDTH], tl.int64)
-            for index in range(classes):
-                cell = index * WIDTH + rank
-                chain = tl.load(neighbors + cell[:, None] * CHAIN + tl.arange(0, CHAIN)[None, :])
+            for of in range(classes):
+                cell = of * WIDTH + rank
+                chain = tl.load(neighbors + (of * CHAIN + tl.arange(0, CHAIN))[:, None] * WIDTH + rank[None, :])
                 is_hot = across(hot.to(tl.int32), tl.maximum(chain.to(tl.int32), 0))
-                cool = tl.sum(tl.where(chain >= 0, 1 - is_hot, 0), 1) > 1
+                cool = tl.sum(tl.where(chain >= 0, 1 - is_hot, 0), 0) > 1
                 passed += tl.where(cool & (tl.load(cells + cell) >= 0), tl.load(shares + cell), 0)
             for turn in range(number):
                 has, position, physical = late_instances(held, turn, WIDTH)
@@ -101,40 +111,31 @@ def add_late(
                 number = _list_late(names, is_late, turns, ranks, local, WIDTH, LATE)
                 tl.store(quota + at, tl.load(before + at, mask=full, other=0), mask=full)
                 for turn in range(number):
+                    hot_one = tl.load(turns + turn)
                     has, position, physical = instances(
-                        tl.load(turns + turn), names, by_class, by_expert, ranks, per_node, experts, local, WIDTH, LATE
+                        hot_one, names, by_class, by_expert, ranks, per_node, experts, local, WIDTH, LATE
                     )
                     tl.store(held + turn * WIDTH + rank, tl.where(has, physical * WIDTH + position, -1).to(tl.int64))
-                for start in range(0, classes, BLOCK):  # classes without these experts
-                    index = start + tl.arange(0, BLOCK)[:, None]
-                    row, cell = by_class + index * ROWS * WIDTH + rank[None, :], index * WIDTH + rank[None, :]
-                    expert = tl.load(row + EXPERT * WIDTH, mask=index < classes, other=-1)
-                    physical = tl.load(row + PHYSICAL * WIDTH, mask=expert >= 0, other=0)
-                    stays = tl.load(is_late + expert, mask=expert >= 0, other=1) == 0
-                    share = tl.load(before + physical, mask=stays, other=0)
-                    tl.store(shares + cell, share, mask=index < classes)
-                    tokens = tl.load(totals + expert, mask=stays, other=-1)
-                    tl.store(cells + cell, tokens, mask=index < classes)
+                _leave_classes(shares, cells, totals, before, is_late, by_class, classes, WIDTH)
                 load = alone
                 for turn in range(SWEEPS * (classes + number)):
                     tl.debug_barrier()
-                    index = turn % (classes + number)
+                    of = turn % (classes + number)
                     last = turn >= (SWEEPS - 1) * (classes + number)
-                    cell = index * WIDTH + rank
-                    if index < classes:
-                        share = tl.load(shares + cell)
-                        position = tl.load(by_class + (index * ROWS + POSITION) * WIDTH + rank)
-                        chain = tl.load(neighbors + cell[:, None] * CHAIN + tl.arange(0, CHAIN)[None, :])
-                        poured = pour(load, share, tl.load(cells + cell), position, chain, last)
-                        tl.store(shares + cell, poured)
+                    if of < classes:
+                        share, tokens, position, chain = class_cells(
+                            shares, cells, by_class, neighbors, of, classes, WIDTH, CHAIN
+                        )
+                        poured = pour(load, share, tokens, position, chain, last)
+                        tl.store(shares + of * WIDTH + rank, poured)
+                        load += poured - share
                     else:
-                        turn_of = index - classes
-                        has, position, physical = late_instances(held, turn_of, WIDTH)
-                        share = tl.load(quota + physical, mask=has, other=0)
-                        tokens = tl.load(totals + tl.load(turns + turn_of))
-                        poured = pour_one(load, share, tokens, position, has, last)
-                        tl.store(quota + physical, poured, mask=has)
-                    load += poured - share
+                        held_by, in_chain, slot_of = late_instances(held, of - classes, WIDTH)
+                        kept = tl.load(quota + slot_of, mask=held_by, other=0)
+                        tokens_of = tl.load(totals + tl.load(turns + of - classes))
+                        given = pour_one(load, kept, tokens_of, in_chain, held_by, last)
+                        tl.store(quota + slot_of, given, mask=held_by)
+                        load += given - kept
                 tl.debug_barrier()
                 publish(shares, cells, quota, by_class, classes, WIDTH)
         if tl.max(load, 0) + tl.maximum(least, 1) > tl.max(alone, 0):
@@ -145,6 +146,20 @@ def add_late(
             for start in range(0, experts, WIDTH):
                 tl.store(is_late + start + rank, tl.zeros([WIDTH], tl.int64), mask=start + rank < experts)
     return load, number
+
+
+@triton.jit
+def _leave_classes(shares, cells, totals, before, is_late, by_class, classes, WIDTH: tl.constexpr):
+    """Begin with the shares without late copies, in classes without the experts that have some."""
+    rank = tl.arange(0, WIDTH)[None, :]
+    for start in range(0, classes, BLOCK):
+        index = start + tl.arange(0, BLOCK)[:, None]
+        row, cell, real = by_class + index * ROWS * WIDTH + rank, index * WIDTH + rank, index < classes
+        expert = tl.load(row + EXPERT * WIDTH, mask=real, other=-1)
+        physical = tl.load(row + PHYSICAL * WIDTH, mask=expert >= 0, other=0)
+        stays = tl.load(is_late + expert, mask=expert >= 0, other=1) == 0
+        tl.store(shares + cell, tl.load(before + physical, mask=stays, other=0), mask=real)
+        tl.store(cells + cell, tl.load(totals + expert, mask=stays, other=-1), mask=real)
 
 
 @triton.jit

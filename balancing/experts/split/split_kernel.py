@@ -15,7 +15,7 @@ memory of its own, and then divides a part of the experts. Nothing is read from 
 
 import warnings
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ import triton.language as tl
 from balancing.experts.late import LateCopies
 from balancing.experts.placement import ReplicaPlacement, color_by_rank
 from balancing.experts.split.kernel_steps import (
-    BLOCK, CELLS, COUNT, EXPERT, PHYSICAL, POSITION, RANK, ROWS, divide, instances, pour,
+    BLOCK, CELLS, COUNT, EXPERT, PHYSICAL, POSITION, RANK, ROWS, class_cells, divide, pour,
 )  # fmt: skip
 from balancing.experts.split.late_kernel import add_late, late_instances, publish
 from balancing.experts.split.split import LATE_ROUNDS, LATE_SWEEPS, MOST_RANKS, Splitter
@@ -35,7 +35,7 @@ __all__ = ["SplitKernels", "kernel_tables", "kernels_work", "launch_options", "s
 
 _CHAINS = 8, 32  # lengths of chains for which kernels are compiled; for longer ones, all ranks
 _PROGRAMS = 128  # at most; fewer than processors of any GPU with which we are used
-_SUMMED = tl.constexpr(4096)  # counts that a program adds at once
+_SUMMED, _COPIED = tl.constexpr(64), tl.constexpr(512)  # experts that a program adds at once, and instances it copies
 
 
 def kernel_tables(placement: ReplicaPlacement, classes: list[list[int]]) -> np.ndarray:
@@ -60,8 +60,8 @@ def kernel_tables(placement: ReplicaPlacement, classes: list[list[int]]) -> np.n
     by_class[class_index, :, rank] = np.stack((expert, position, physical, count[row]), axis=1)
     chain = np.full((len(experts), length), -1, dtype=np.int8)
     chain[row, position] = rank
-    neighbors = np.full((len(classes), width, length), -1, dtype=np.int8)
-    neighbors[class_index, rank] = chain[row]
+    neighbors = np.full((len(classes), length, width), -1, dtype=np.int8)
+    neighbors[class_index, :, rank] = chain[row]
     order = np.lexsort((rank, row))  # of ranks, and so of physical numbers
     by_row = np.full((len(experts), CELLS.value, length), -1, dtype=np.int32)
     by_row[row, :, np.arange(len(rank)) - first[row]] = np.stack((rank, position, physical), axis=1)[order]
@@ -76,21 +76,10 @@ def kernel_tables(placement: ReplicaPlacement, classes: list[list[int]]) -> np.n
     return np.concatenate([part.reshape(-1).astype(np.int32) for part in parts])
 
 
-class KernelSplit(NamedTuple):
-    """A split, on the device. See `RankSplit`; expert, late: None without late slots."""
-
-    served: torch.Tensor
-    first: torch.Tensor
-    last: torch.Tensor
-    tokens: torch.Tensor
-    expert: torch.Tensor | None = None
-    late: torch.Tensor | None = None
-
-
 class SplitKernels:
     """Splits loads over one placement like `Splitter`, with one launch.
 
-    placement: the instances. With late slots, which are empty in it, late copies are added as `LateCopies` does.
+    placement: the instances. With late slots, which are empty in it, late copies can be added as `LateCopies` does.
     classes: number of classes of experts.
     sweeps: how often each class is divided; 0 for equal shares.
     tables: `kernel_tables` of the placement, on the device of the loads.
@@ -112,20 +101,23 @@ class SplitKernels:
         self._options = launch_options(placement)
 
     def __call__(
-        self, load: torch.Tensor, sources: range | None = None, permille: int = 0, least: int = 0
-    ) -> KernelSplit:
+        self, load: torch.Tensor, sources: range | None = None, permille: int | None = None, least: int = 0
+    ) -> tuple[torch.Tensor, ...]:
         """Split a load: int [source_rank, expert] on the device.
 
-        sources: rows of `first` and `last` of the result; None for all.
-        permille, least: as in `LateCopies`, with late slots.
+        sources: the source ranks of which `first` and `last` are wanted; None for all.
+        permille, least: as in `LateCopies`; None adds no late copies.
+
+        Returns the fields of `RankSplit` up to `tokens`; with late slots all fields.
         """
         ranks, physicals = self._ranks, self._physicals
         sources = range(ranks) if sources is None else sources
+        permille = 1000 * ranks if permille is None else permille  # no rank has more than the tokens of all
         load = load.to(torch.int64).contiguous()
         cells, part = ranks * physicals, len(sources) * physicals
         late = (physicals, ranks * self._late) if self._late else ()
         out = load.new_empty(cells + 2 * part + sum(late))
-        tokens, scratch = load.new_empty(ranks), load.new_empty(self._scratch)  # `out` lives longer
+        tokens, scratch = load.new_empty(ranks), load.new_empty(self._scratch)  # apart, as `out` lives longer
         with torch.cuda.device_of(load):
             _launch(
                 self._programs, (load, *self._tables, out, tokens, scratch),
@@ -134,7 +126,7 @@ class SplitKernels:
         served, first, last, *more = out.split_with_sizes((cells, part, part, *late))
         shape = len(sources), physicals
         split = served.view(ranks, physicals), first.view(shape), last.view(shape), tokens
-        return KernelSplit(*split, more[0], more[1].view(ranks, -1)) if more else KernelSplit(*split)
+        return (*split, more[0], more[1].view(ranks, -1)) if more else split
 
 
 _bound: dict[tuple[Any, ...], Any] = {}  # compiled kernels by device and options
@@ -145,10 +137,13 @@ def _launch(programs: int, tensors: tuple[Any, ...], sizes: tuple[int, ...], opt
     none is specialized, so the one of the first launch fits the later ones."""
     key = tensors[0].device, *options.values()
     kernel = _bound.get(key)
-    if kernel is None:
-        _bound[key] = split_tokens[programs,](*tensors, *sizes, **options)  # None if it is interpreted
-    else:
-        kernel[programs, 1, 1](*tensors, *sizes, *(options[name] for name in _CONSTANTS))
+    if kernel:
+        try:
+            return kernel[programs, 1, 1](*tensors, *sizes, *(options[name] for name in _CONSTANTS))
+        except (AttributeError, TypeError):  # a Triton that launches compiled kernels otherwise
+            kernel = False
+    launched = split_tokens[programs,](*tensors, *sizes, **options)  # None if it is interpreted
+    _bound[key] = launched if kernel is None else False
 
 
 @cache
@@ -191,8 +186,8 @@ def _works(ranks: int, device: torch.device, late_slots: int, copies: int) -> bo
     tables, there = upload(kernel_tables(placement, classes), device), torch.from_numpy(load).to(device)
     kernels = SplitKernels(placement, len(classes), 4, tables)
     expected = LateCopies(splitter, 1000, 0)(load.sum(0)) if late_slots else splitter
-    # Twice: the second launch finds the kernel of the first.
-    return all(np.array_equal(kernels(there, None, 1000).served.cpu().numpy(), expected(load)) for _ in range(2))
+    launches = 1 if device.type == "cpu" else 2  # the second finds the kernel of the first
+    return all(np.array_equal(kernels(there, None, 1000)[0].cpu().numpy(), expected(load)) for _ in range(launches))
 
 
 def _width(ranks: int) -> int:
@@ -212,7 +207,8 @@ def launch_options(placement: ReplicaPlacement) -> dict[str, Any]:
     local = len(placement.phys2log) // placement.num_ranks
     sizes = placement.homes_per_rank, local
     constants = (width, length, *map(triton.next_power_of_2, sizes), late, LATE_ROUNDS, LATE_SWEEPS)
-    warps = max(4, width * (width if late else length) // 512)
+    # A thread has a rank and up to 16 instances of its expert. Late copies take pairs of ranks.
+    warps = max(width // 32 * max(1, length // 16), width // 8 if late else 1)
     # The kernel has no floating-point operations, but without enable_fp_fusion Triton warns.
     compiled = {"num_warps": min(16, warps), "num_stages": 1, "enable_fp_fusion": False}
     return dict(zip(_CONSTANTS, constants, strict=True)) | compiled
@@ -235,7 +231,7 @@ def split_tokens(
     """Split a load. Each program divides a part of the experts.
 
     load: int64 [source_rank, expert]. tables, neighbors: of `kernel_tables`.
-    out: int64, written: `served`, `first` and `last` of `KernelSplit`, and with late slots `expert` and `late`.
+    out: int64, written: `served`, `first` and `last` of `RankSplit`, and with late slots `expert` and `late`.
     tokens: int64 [rank], written. scratch: int64, for this kernel alone.
     classes, rows: numbers of classes and of experts with replicas. local: physical experts of a rank, at most LOCALS.
     source, sources: the first row of `first` and `last`, and their number.
@@ -260,8 +256,8 @@ def split_tokens(
     before = held + ranks * LATE * WIDTH
 
     # Tokens of each expert.
-    for start in range(0, experts, _SUMMED // WIDTH):
-        expert = start + tl.arange(0, _SUMMED // WIDTH)
+    for start in range(0, experts, _SUMMED):
+        expert = start + tl.arange(0, _SUMMED)
         real = expert < experts
         at = load + rank[:, None] * experts + expert[None, :]
         counts = tl.load(at, mask=(rank < ranks)[:, None] & real[None, :], other=0)
@@ -283,12 +279,12 @@ def split_tokens(
         tl.store(shares + cell, share, mask=real)
         busy += tl.sum(share, 0)
     tl.debug_barrier()
-    if sweeps > 0:
-        share, total, position, chain = _cells(shares, cells, by_class, neighbors, 0, WIDTH, CHAIN)
+    share, total, position, chain = class_cells(shares, cells, by_class, neighbors, 0, classes, WIDTH, CHAIN)
     for turn in range(classes * sweeps):
         tl.debug_barrier()  # other threads have written the shares that are read next
-        after = (turn + 1) % classes
-        read, total_next, position_next, chain_next = _cells(shares, cells, by_class, neighbors, after, WIDTH, CHAIN)
+        read, total_next, position_next, chain_next = class_cells(
+            shares, cells, by_class, neighbors, (turn + 1) % classes, classes, WIDTH, CHAIN
+        )
         poured = pour(busy, share, total, position, chain, turn >= classes * (sweeps - 1))
         tl.store(shares + turn % classes * WIDTH + rank, poured)
         busy += poured - share
@@ -298,8 +294,8 @@ def split_tokens(
     publish(shares, cells, quota, by_class, classes, WIDTH)
     number = 0  # of experts with late copies
     if LATE:
-        index = tl.arange(0, HOMES)[:, None]
-        tl.store(quota + rank[None, :] * local + index, tl.load(totals + home, mask=home >= 0, other=0), mask=home >= 0)
+        at_home = rank[None, :] * local + tl.arange(0, HOMES)[:, None]
+        tl.store(quota + at_home, tl.load(totals + home, mask=home >= 0, other=0), mask=home >= 0)
         tl.debug_barrier()
         busy, number = add_late(
             busy, totals, shares, cells, quota, names, is_late, turns, held, before, before + physicals, planned,
@@ -316,33 +312,33 @@ def split_tokens(
         if LATE:
             divides = tl.load(is_late + expert) == 0
         if divides:
-            cell = by_row + row * CELLS * CHAIN + each
-            at, position = tl.load(cell + RANK * CHAIN), tl.load(cell + POSITION * CHAIN)
-            physical = tl.load(cell + PHYSICAL * CHAIN)
+            instance = by_row + row * CELLS * CHAIN + each
+            at = tl.load(instance + RANK * CHAIN)
             divide(
-                load, quota, served, first, last, expert, at, position, physical, at >= 0, ranks, per_node, experts,
-                physicals, source, sources, WIDTH,
+                load, quota, served, first, last, expert, at, tl.load(instance + POSITION * CHAIN),
+                tl.load(instance + PHYSICAL * CHAIN), at >= 0, ranks, per_node, experts, physicals, source, sources,
+                WIDTH,
             )  # fmt: skip
     if LATE:
         for turn in range(program, number, programs):
-            has, position, physical = late_instances(held, turn, WIDTH)
+            has, in_chain, physical = late_instances(held, turn, WIDTH)
             divide(
-                load, quota, served, first, last, tl.load(turns + turn), rank, position, physical, has, ranks, per_node,
+                load, quota, served, first, last, tl.load(turns + turn), rank, in_chain, physical, has, ranks, per_node,
                 experts, physicals, source, sources, WIDTH,
             )  # fmt: skip
     for of in range(program, ranks, programs):
-        for start in range(0, physicals, _SUMMED // 8):
-            physical = start + tl.arange(0, _SUMMED // 8)
-            real = physical < physicals
-            name = tl.load(planned + physical, mask=real, other=-1)
+        for start in range(0, physicals, _COPIED):
+            column = start + tl.arange(0, _COPIED)
+            real = column < physicals
+            name = tl.load(planned + column, mask=real, other=-1)
             alone = tl.load(by_expert + name, mask=name >= 0, other=-1) < 0
             if LATE:
                 alone &= tl.load(is_late + name, mask=name >= 0, other=0) == 0
-                alone &= (name >= 0) | (tl.load(names + physical, mask=real, other=-1) < 0)
+                alone &= (name >= 0) | (tl.load(names + column, mask=real, other=-1) < 0)
             given = tl.load(load + of * experts + name, mask=alone & (name >= 0), other=0)
-            tl.store(served + of * physicals + physical, given, mask=real & alone)
+            tl.store(served + of * physicals + column, given, mask=real & alone)
             mask = real & alone & (of >= source) & (of < source + sources)
-            at = (of - source) * physicals + physical
+            at = (of - source) * physicals + column
             tl.store(first + at, given * 0, mask=mask)
             tl.store(last + at, given, mask=mask)
     if program == 0:
@@ -356,13 +352,3 @@ def split_tokens(
             for slot in tl.static_range(LATE):
                 name = tl.load(names + (rank + 1) * local - LATE + slot, mask=rank < ranks, other=-1)
                 tl.store(expert + physicals + rank * LATE + slot, name, mask=rank < ranks)
-
-
-@triton.jit
-def _cells(shares, cells, by_class, neighbors, index, WIDTH: tl.constexpr, CHAIN: tl.constexpr):
-    """What `pour` takes of a class: the shares, totals, positions and neighbors."""
-    rank = tl.arange(0, WIDTH)
-    cell = index * WIDTH + rank
-    position = tl.load(by_class + (index * ROWS + POSITION) * WIDTH + rank)
-    chain = tl.load(neighbors + cell[:, None] * CHAIN + tl.arange(0, CHAIN)[None, :])
-    return tl.load(shares + cell), tl.load(cells + cell), position, chain
