@@ -36,7 +36,11 @@ def test_kernels_that_are_wrong_on_a_device_are_not_used(monkeypatch):
     from balancing.experts.split import split_kernel
 
     monkeypatch.setattr(split_kernel.SplitKernels, "__init__", lambda *unused, **named: None)
-    monkeypatch.setattr(split_kernel.SplitKernels, "__call__", lambda self, load, *unused: (load.new_zeros(4, 16),))
+
+    def wrong(self, load, sources=None, permille=None, least=0):
+        return (load.new_zeros(4, 16),)
+
+    monkeypatch.setattr(split_kernel.SplitKernels, "__call__", wrong)
     split_kernel.kernels_work.cache_clear()
     with pytest.warns(UserWarning, match="on the host"):
         assert not split_kernel.kernels_work(4, torch.device("cpu"))
@@ -47,7 +51,7 @@ def test_kernels_that_cannot_be_compiled_are_not_used(monkeypatch):
     """As where Triton finds no C compiler, or no driver."""
     from balancing.experts.split import split_kernel
 
-    def fail(self, load, *unused):
+    def fail(self, load, sources=None, permille=None, least=0):
         raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.\nmore")
 
     monkeypatch.setattr(split_kernel.SplitKernels, "__init__", lambda *unused, **named: None)
@@ -87,10 +91,9 @@ def test_the_kernel_compiles_for_gpus(ranks, instances, late, stack, architectur
     compiled = compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
     ptx = tmp_path / "split.ptx"
     ptx.write_text(compiled.asm["ptx"])
-    told = subprocess.run(
-        [knobs.nvidia.ptxas.path, "-v", f"--gpu-name=sm_{architecture}{'a' * (architecture >= 90)}", ptx, "-o", tmp_path / "split.cubin"],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+    name = f"sm_{architecture}{'a' * (architecture >= 90)}"
+    command = [knobs.nvidia.ptxas.path, "-v", f"--gpu-name={name}", ptx, "-o", tmp_path / "split.cubin"]
+    told = subprocess.run(command, capture_output=True, text=True, check=True)
     spilled = re.findall(r"(\d+) bytes stack frame", told.stderr)
     assert spilled and max(map(int, spilled)) <= stack
 

@@ -1,4 +1,4 @@
-"""Late copies on a GPU: chosen from the quotas of a split in the kernel of `split_kernel`, with the result of `LateCopies`.
+"""Late copies on a GPU: chosen from the quotas of a split in its kernel, with the result of `LateCopies`.
 
 If the busiest rank is within the goal, nothing is done. Tables belong to the planned placement. Late copies are data:
 the expert in each late slot. An expert with late copies leaves its class and gets a turn of its own in each sweep.

@@ -82,7 +82,7 @@ class PlacedSplit:
         permille, least: as in `LateCopies`; None adds no late copies.
         """
         if self._kernels is not None:
-            found = self._kernels(load, sources, permille, least)
+            found: Any = self._kernels(load, sources, permille, least)
             return RankSplit(*found) if len(found) > 4 else RankSplit(*found, self._expert)
         assert self._splitter is not None
         counts, placed = load if self._device is None else load.cpu().numpy(), self.placement

@@ -47,8 +47,8 @@ class RankSplit(NamedTuple):
     """A split, as some source ranks need it: NumPy arrays, or tensors on the device of the loads.
 
     served: int64 [source_rank, physical], tokens of each source rank that each instance serves.
-    first, last: int64 [source, physical], of these source ranks. An instance serves those tokens of its expert, numbered
-        from 1 on their source rank, for which first < number <= last. Lower-numbered instances serve the first ones.
+    first, last: int64 [source, physical], of these source ranks. An instance serves those tokens of its expert,
+        numbered from 1 on their source rank, for which first < number <= last. Lower-numbered ones serve the first.
     tokens: int64 [rank], tokens of each rank.
     expert: int64 tensor [physical], the expert of each physical number; 0 for an empty slot.
     late: int64 [rank, late slot], the expert in each late slot, -1 in empty ones; None without late slots.

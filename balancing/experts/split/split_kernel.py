@@ -25,8 +25,18 @@ import triton.language as tl
 from balancing.experts.late import LateCopies
 from balancing.experts.placement import ReplicaPlacement, color_by_rank
 from balancing.experts.split.kernel_steps import (
-    BLOCK, CELLS, COUNT, EXPERT, PHYSICAL, POSITION, RANK, ROWS, class_cells, divide, pour,
-)  # fmt: skip
+    BLOCK,
+    CELLS,
+    COUNT,
+    EXPERT,
+    PHYSICAL,
+    POSITION,
+    RANK,
+    ROWS,
+    class_cells,
+    divide,
+    pour,
+)
 from balancing.experts.split.late_kernel import add_late, late_instances, publish
 from balancing.experts.split.split import LATE_ROUNDS, LATE_SWEEPS, MOST_RANKS, Splitter
 from balancing.upload import upload
