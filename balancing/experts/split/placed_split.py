@@ -82,8 +82,8 @@ class PlacedSplit:
         permille, least: as in `LateCopies`; None adds no late copies.
         """
         if self._kernels is not None:
-            found: Any = self._kernels(load, sources, permille, least)
-            return RankSplit(*found) if len(found) > 4 else RankSplit(*found, self._expert)
+            found = self._kernels(load, sources, permille, least)
+            return RankSplit._make((*found[:4], *(found[4:] or (self._expert, None))))
         assert self._splitter is not None
         counts, placed = load if self._device is None else load.cpu().numpy(), self.placement
         if permille is None or not placed.late_slots:
@@ -94,9 +94,9 @@ class PlacedSplit:
         first = _tokens_before(placed, served[rows])
         tokens = served.reshape(len(served), len(served), -1).sum((0, 2))
         expert, late = np.maximum(placed.phys2log, 0), placed.late if placed.late_slots else None
-        parts = np.ascontiguousarray(served), first, first + served[rows], tokens, expert, late
         if self._device is None:
-            return RankSplit(*parts[:4], torch.from_numpy(expert), late)
+            return RankSplit(served, first, first + served[rows], tokens, torch.from_numpy(expert), late)
+        parts = np.ascontiguousarray(served), first, first + served[rows], tokens, expert, late
         return RankSplit(*(None if part is None else upload(part, self._device) for part in parts))
 
 
