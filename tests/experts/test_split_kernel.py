@@ -6,6 +6,8 @@ What it does on a GPU is tested with the other splits, where there is one.
 import re
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,6 +37,7 @@ def test_the_kernels_split_to_the_token_like_numpy():
 def test_kernels_that_are_wrong_on_a_device_are_not_used(monkeypatch):
     from balancing.experts.split import split_kernel
 
+    monkeypatch.setattr(split_kernel, "_routes_work", lambda device: True)
     monkeypatch.setattr(split_kernel.SplitKernels, "__init__", lambda *unused, **named: None)
 
     def wrong(self, load, sources=None, permille=None, least=0):
@@ -54,6 +57,7 @@ def test_kernels_that_cannot_be_compiled_are_not_used(monkeypatch):
     def fail(self, load, sources=None, permille=None, least=0):
         raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.\nmore")
 
+    monkeypatch.setattr(split_kernel, "_routes_work", lambda device: True)
     monkeypatch.setattr(split_kernel.SplitKernels, "__init__", lambda *unused, **named: None)
     monkeypatch.setattr(split_kernel.SplitKernels, "__call__", fail)
     split_kernel.kernels_work.cache_clear()
@@ -64,38 +68,89 @@ def test_kernels_that_cannot_be_compiled_are_not_used(monkeypatch):
     split_kernel.kernels_work.cache_clear()
 
 
+def test_a_second_launch_does_not_ask_triton_for_the_kernel():
+    """And if a Triton does not launch compiled kernels this way, it is asked."""
+    from balancing.experts.split import launching
+
+    asked, launched = [], []
+
+    class Kernel:
+        arg_names = ("load", "size", "CONSTANT")
+
+        def __init__(self, works):
+            self.works = works
+
+        def __getitem__(self, grid):
+            def by_triton(*arguments, **options):
+                asked.append((grid, arguments, options))
+                return {(3, 1, 1): by_handle}
+
+            def by_handle(*arguments):
+                if not self.works:
+                    raise TypeError
+                launched.append(arguments)
+
+            return by_triton
+
+    load, options = torch.ones(1), {"CONSTANT": 8, "num_warps": 2}
+    for works, by_triton, by_handle in ((True, 1, 2), (False, 3, 0)):
+        kernel = Kernel(works)
+        asked.clear()
+        launched.clear()
+        for size in (1, 2, 3):
+            launching.launch(kernel, (3, 1), (load,), (size,), options)
+        assert (len(asked), len(launched)) == (by_triton, by_handle)
+        assert launched == [(load, size, 8) for size in (2, 3)][:by_handle]
+        assert asked[0] == ((3, 1), (load, 1), options)
+
+
 # (ranks, instances of the hottest expert, late slots): most bytes of the stack, to which registers spill
 @pytest.mark.parametrize(
-    ("ranks", "instances", "late", "stack"),
-    [(8, 4, 0, 0), (64, 8, 0, 0), (64, 30, 0, 0), (128, 8, 0, 64), (64, 8, 1, 256)],
+    ("ranks", "instances", "late", "stack"), [(8, 4, 0, 0), (64, 8, 0, 0), (64, 30, 0, 0), (64, 8, 1, 256)]
 )
 @pytest.mark.parametrize("architecture", [80, 90])
 def test_the_kernel_compiles_for_gpus(ranks, instances, late, stack, architecture, tmp_path):
+    from balancing.experts.split.split_kernel import launch_options, split_tokens
+
+    slots = np.full((ranks, 2), -1)
+    slots[1:instances, 0] = 0
+    placement = ReplicaPlacement(contiguous_homes(4 * ranks, ranks), slots).with_late(np.full((ranks, late), -1))
+    types = dict.fromkeys(("load", "out", "tokens", "scratch"), "*i64") | {"tables": "*i32", "neighbors": "*i8"}
+    assert _stack(split_tokens, types, launch_options(placement), architecture, tmp_path) <= stack
+
+
+@pytest.mark.parametrize("architecture", [80, 90])
+@pytest.mark.parametrize("probs", ["fp32", "bf16"])
+def test_the_kernel_of_routes_compiles_for_gpus(probs, architecture, tmp_path):
+    from balancing.experts.split.routes_kernel import ROUTE_OPTIONS, number_routes
+
+    types = dict.fromkeys(("expert", "first", "last"), "*i64") | dict.fromkeys(("chosen", "served"), "*u8")
+    types |= dict.fromkeys(("probs", "given"), f"*{probs}")
+    assert _stack(number_routes, types, ROUTE_OPTIONS, architecture, tmp_path) == 0
+
+
+def _stack(kernel: Any, types: dict[str, str], options: dict[str, Any], architecture: int, folder: Path) -> int:
+    """Bytes of the stack of a kernel, compiled for a GPU that need not be there. types: of the pointers."""
     from triton import compile, knobs
     from triton.backends import backends
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from balancing.experts.split.split_kernel import launch_options, split_tokens
-
     if "nvidia" not in backends:
         pytest.skip("this Triton does not compile for Nvidia's GPUs")
-    slots = np.full((ranks, 2), -1)
-    slots[1:instances, 0] = 0
-    placement = ReplicaPlacement(contiguous_homes(4 * ranks, ranks), slots).with_late(np.full((ranks, late), -1))
-    options = launch_options(placement)
-    types = {name: "i32" for name in split_tokens.arg_names}
-    types |= dict.fromkeys(("load", "out", "tokens", "scratch"), "*i64") | {"tables": "*i32", "neighbors": "*i8"}
-    sizes = {name: options.pop(name) for name in split_tokens.arg_names if name in options}
-    source = ASTSource(split_tokens, types | dict.fromkeys(sizes, "constexpr"), constexprs=sizes)
-    compiled = compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
-    ptx = tmp_path / "split.ptx"
+    sizes = {name: options[name] for name in kernel.arg_names if name in options}
+    signature = {name: types.get(name, "i32") for name in kernel.arg_names} | dict.fromkeys(sizes, "constexpr")
+    compiled = compile(
+        ASTSource(kernel, signature, constexprs=sizes), target=GPUTarget("cuda", architecture, 32),
+        options={name: value for name, value in options.items() if name not in sizes},
+    )  # fmt: skip
+    assert compiled.asm["cubin"]
+    ptx = folder / "kernel.ptx"
     ptx.write_text(compiled.asm["ptx"])
     name = f"sm_{architecture}{'a' * (architecture >= 90)}"
-    command = [knobs.nvidia.ptxas.path, "-v", f"--gpu-name={name}", ptx, "-o", tmp_path / "split.cubin"]
-    told = subprocess.run(command, capture_output=True, text=True, check=True)
-    spilled = re.findall(r"(\d+) bytes stack frame", told.stderr)
-    assert spilled and max(map(int, spilled)) <= stack
+    command = [knobs.nvidia.ptxas.path, "-v", f"--gpu-name={name}", ptx, "-o", folder / "kernel.cubin"]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return max(map(int, re.findall(r"(\d+) bytes stack frame", told)))
 
 
 def compare() -> int:

@@ -16,8 +16,8 @@ def splits(device: str, sizes: tuple[int, ...]) -> int:
     import torch
 
     from balancing.experts.placement import ReplicaPlacement, color_by_rank
-    from balancing.experts.split.split import Splitter
     from balancing.experts.split import split_kernel
+    from balancing.experts.split.split import Splitter
     from balancing.experts.split.split_kernel import SplitKernels, kernel_tables
     from balancing.upload import upload
 

@@ -12,6 +12,7 @@ import torch
 
 from balancing.experts.late import LateCopies
 from balancing.experts.placement import ReplicaPlacement, color_by_rank
+from balancing.experts.split.routes import route
 from balancing.experts.split.split import MOST_RANKS, RankSplit, Splitter, run_starts, sweeps_of
 from balancing.upload import upload
 
@@ -98,6 +99,10 @@ class PlacedSplit:
             return RankSplit(served, first, first + served[rows], tokens, torch.from_numpy(expert), late)
         parts = np.ascontiguousarray(served), first, first + served[rows], tokens, expert, late
         return RankSplit(*(None if part is None else upload(part, self._device) for part in parts))
+
+    def route(self, *choices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The router's choices by instance, see `routes.route`."""
+        return (route if self._kernels is None else self._kernels.route)(*choices)
 
 
 def _tokens_before(placement: ReplicaPlacement, served: np.ndarray) -> np.ndarray:

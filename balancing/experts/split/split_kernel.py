@@ -38,12 +38,14 @@ from balancing.experts.split.kernel_steps import (
     pour,
 )
 from balancing.experts.split.late_kernel import add_late, late_instances, publish
+from balancing.experts.split.launching import launch
+from balancing.experts.split.routes import route
+from balancing.experts.split.routes_kernel import route_fused
 from balancing.experts.split.split import LATE_ROUNDS, LATE_SWEEPS, MOST_RANKS, Splitter
 from balancing.upload import upload
 
 __all__ = ["SplitKernels", "kernel_tables", "kernels_work", "launch_options", "split_tokens"]
 
-_CHAINS = 8, 32  # lengths of chains for which kernels are compiled; for longer ones, all ranks
 _PROGRAMS = 128  # at most; fewer than processors of any GPU with which we are used
 _SUMMED, _COPIED = tl.constexpr(64), tl.constexpr(512)  # experts that a program adds at once, and instances it copies
 
@@ -95,6 +97,8 @@ class SplitKernels:
     tables: `kernel_tables` of the placement, on the device of the loads.
     """
 
+    route = staticmethod(route_fused)
+
     def __init__(self, placement: ReplicaPlacement, classes: int, sweeps: int, tables: torch.Tensor) -> None:
         place, width, length = placement, _width(placement.num_ranks), _chain(placement)
         ranks, physicals, late = place.num_ranks, len(place.phys2log), place.late_slots
@@ -128,32 +132,12 @@ class SplitKernels:
         late = (physicals, ranks * self._late) if self._late else ()
         out = load.new_empty(cells + 2 * part + sum(late))
         tokens, scratch = load.new_empty(ranks), load.new_empty(self._scratch)  # apart, as `out` lives longer
-        with torch.cuda.device_of(load):
-            _launch(
-                self._programs, (load, *self._tables, out, tokens, scratch),
-                (*self._sizes, sources.start, len(sources), permille, least), self._options,
-            )  # fmt: skip
+        tensors, sizes = (load, *self._tables, out, tokens, scratch), (sources.start, len(sources), permille, least)
+        launch(split_tokens, (self._programs, 1), tensors, self._sizes + sizes, self._options)
         served, first, last, *more = out.split_with_sizes((cells, part, part, *late))
         shape = len(sources), physicals
         split = served.view(ranks, physicals), first.view(shape), last.view(shape), tokens
         return (*split, more[0], more[1].view(ranks, -1)) if more else split
-
-
-_bound: dict[tuple[Any, ...], Any] = {}  # compiled kernels by device and options
-
-
-def _launch(programs: int, tensors: tuple[Any, ...], sizes: tuple[int, ...], options: dict[str, Any]) -> None:
-    """Launch `split_tokens`. Triton finds the compiled kernel by all arguments, which takes longer than the launch. But
-    none is specialized, so the one of the first launch fits the later ones."""
-    key = tensors[0].device, *options.values()
-    kernel = _bound.get(key)
-    if kernel:
-        try:
-            return kernel[programs, 1, 1](*tensors, *sizes, *(options[name] for name in _CONSTANTS))
-        except (AttributeError, TypeError):  # a Triton that launches compiled kernels otherwise
-            kernel = False
-    launched = split_tokens[programs,](*tensors, *sizes, **options)  # None if it is interpreted
-    _bound[key] = launched if kernel is None else False
 
 
 @cache
@@ -167,12 +151,9 @@ def kernels_work(ranks: int, device: torch.device, late_slots: int = 0) -> bool:
     device: where the kernels run. The host waits for it.
     late_slots: of a rank; the kernel of late copies is tried, too, if there are any.
     """
-    works = False
     try:
-        for copies in sorted({min(length, ranks) - 1 for length in (*_CHAINS, ranks)}):
-            works = _works(ranks, device, late_slots, copies)
-            if not works:
-                break
+        lengths = {min(length, ranks) for length in (*_chains(late_slots), ranks)}
+        works = _routes_work(device) and all(_works(ranks, device, late_slots, length - 1) for length in lengths)
     except Exception as error:  # from Triton, the compilers that it starts, or the driver
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         warnings.warn(f"tokens are split on the host, because Triton fails to compile kernels: {reason}", stacklevel=2)
@@ -200,15 +181,36 @@ def _works(ranks: int, device: torch.device, late_slots: int, copies: int) -> bo
     return all(np.array_equal(kernels(there, None, 1000)[0].cpu().numpy(), expected(load)) for _ in range(launches))
 
 
+def _routes_work(device: torch.device) -> bool:
+    """Whether `route_fused` does what `route` does with a sample, in values and gradients."""
+    drawn = torch.Generator().manual_seed(0)
+    chosen, probs = torch.rand(600, 5, generator=drawn) < 0.5, torch.rand(600, 5, generator=drawn)
+    expert, first = torch.arange(40) % 5, torch.randint(0, 250, (40,), generator=drawn)
+    split = [x.to(device) for x in (expert, first, first + torch.randint(0, 60, (40,), generator=drawn))]
+    chosen, ours, theirs = chosen.to(device), *(probs.to(device).requires_grad_() for _ in range(2))
+    found, expected = route_fused(chosen, ours, *split), route(chosen, theirs, *split)
+    weights = torch.rand(found[1].shape, generator=drawn).to(device) * found[0]
+    for given in (found[1], expected[1]):
+        given.backward(weights)
+    assert ours.grad is not None and theirs.grad is not None
+    pairs = (*zip(found, expected, strict=True), (ours.grad, theirs.grad))
+    return all(torch.allclose(mine.float(), other.float()) for mine, other in pairs)
+
+
 def _width(ranks: int) -> int:
     """Length of a vector over ranks: a power of two."""
     return max(16, triton.next_power_of_2(ranks))
 
 
+def _chains(late_slots: int) -> tuple[int, ...]:
+    """Lengths of chains for which the kernel is compiled, apart from all ranks. With late copies that takes long."""
+    return (8,) if late_slots else (8, 32)
+
+
 def _chain(placement: ReplicaPlacement) -> int:
-    """Length of a vector over the instances of an expert: a power of two. There are few, each of which is compiled."""
+    """Length of a vector over the instances of an expert: a power of two."""
     longest, width = max(map(len, placement.chains.values()), default=1), _width(placement.num_ranks)
-    return next((length for length in _CHAINS if longest <= length <= width), width)
+    return next((length for length in _chains(placement.late_slots) if longest <= length <= width), width)
 
 
 def launch_options(placement: ReplicaPlacement) -> dict[str, Any]:

@@ -108,8 +108,6 @@ class BalancedMoELayer(MoELayer):
         # The split is computed where the tokens are, so that the host does not wait for counts. None: in NumPy.
         self.device: torch.device | None = None if is_cpu() else torch.device("cuda", torch.cuda.current_device())
         self._in_use: _Share | None = None  # of the pass in progress
-        # In the type of probabilities: a number would become a new tensor in each pass.
-        self._zero = torch.zeros((), dtype=self.config.params_dtype, device=self.device)
         self.set_topology(0, 0)
 
     @property
@@ -194,13 +192,7 @@ class BalancedMoELayer(MoELayer):
             self._in_use, self.token_dispatcher, (first, last) = share, self._physical, share.interval
             expert = share.expert
             assert expert is not None
-            # Tokens become the inner dimension: along an outer one, a GPU adds sequentially.
-            chosen = routing_map.T.contiguous()
-            number = (chosen.cumsum(dim=1, dtype=torch.int32) * chosen).index_select(0, expert)
-            routing_map = ((number > first[:, None]) & (number <= last[:, None])).T.contiguous()
-            if self._zero.dtype != probs.dtype:
-                self._zero = probs.new_zeros(())
-            probs = torch.where(routing_map, probs.index_select(1, expert), self._zero)
+            routing_map, probs = self._placed.route(routing_map, probs, expert, first, last)
             if self.config.moe_router_padding_for_quantization:
                 # The dispatcher changes the map in place: it pads the tokens of each expert to a multiple.
                 routing_map = routing_map.clone()

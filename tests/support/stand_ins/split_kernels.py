@@ -10,6 +10,7 @@ import torch
 
 from balancing.experts.placement import ReplicaPlacement
 from balancing.experts.split.placed_split import SplitTables, place_all
+from balancing.experts.split.routes import route
 from balancing.experts.split.split import Splitter
 
 __all__ = ["install"]
@@ -25,6 +26,8 @@ def install(as_kernel: Callable[..., Any] | None = None) -> None:
     run = as_kernel or (lambda kernel, *tensors: kernel(*tensors))
 
     class SplitKernels:
+        route = staticmethod(route)
+
         def __init__(self, placement: ReplicaPlacement, classes: int, sweeps: int, tables: torch.Tensor) -> None:
             on_host = SplitTables(placement, None)
             on_host.splitter = Splitter(placement, sweeps=sweeps or None)
