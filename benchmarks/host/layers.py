@@ -165,21 +165,37 @@ def _fill(layer: Any, ranks: int, full: int) -> Any:
 
 
 def _split_at_once(counted: Counted) -> None:
-    """Splits of tokens on the device are made once, and then return at once."""
+    """Splits of tokens and routes on the device are made once, and then return at once."""
     from balancing.experts.placement import ReplicaPlacement
     from balancing.experts.split import split_kernel
-    from balancing.experts.split.split import Splitter
+    from balancing.experts.split.placed_split import SplitTables, place_all
+    from balancing.experts.split.routes import route
+    from balancing.experts.split.routes_kernel import Route
     from megatron.balanced.experts import moe_layer
 
-    class SplitKernels:
-        def __init__(self, placement: ReplicaPlacement, classes: int, sweeps: int, tables: torch.Tensor) -> None:
-            self._splitter, self._served = Splitter(placement, sweeps=sweeps or None), None
+    routed: list[torch.Tensor] = []
 
-        def __call__(self, load: torch.Tensor) -> torch.Tensor:
+    class Routed(Route):
+        @staticmethod
+        def forward(ctx: Any, probs: torch.Tensor, routing_map: torch.Tensor, *split: torch.Tensor) -> Any:
             counted.launches += 1
-            if self._served is None:
-                self._served = torch.from_numpy(self._splitter(load.numpy())).contiguous()
-            return self._served
+            if not routed:
+                routed.extend(route(routing_map, probs, *split))
+            ctx.save_for_backward(split[0], routed[0])
+            ctx.experts = probs.shape[1]
+            return routed[0].detach(), routed[1].detach()
+
+    class SplitKernels:
+        route = staticmethod(lambda routing_map, probs, *split: Routed.apply(probs, routing_map, *split))
+
+        def __init__(self, placement: ReplicaPlacement, classes: int, sweeps: int, tables: torch.Tensor) -> None:
+            self._split, self._found = place_all([SplitTables(placement, None)], None)[0].split, None
+
+        def __call__(self, load: torch.Tensor, *how: Any) -> Any:
+            counted.launches += 1
+            if self._found is None:
+                self._found = tuple(map(torch.as_tensor, self._split(load.numpy(), *how)[:4]))
+            return self._found
 
     replace_name(split_kernel, "SplitKernels", SplitKernels)
     replace_name(split_kernel, "kernels_work", lambda ranks, device, late_slots=0: True)

@@ -417,38 +417,50 @@ def expert_rates(device: str, notes: Notes) -> None:
         assert device == "cpu" or "torch" in choice.rates, choice.line
 
 
-# (expert-parallel ranks, experts)
-SPLITS = {"cuda": ((8, 128), (16, 256), (32, 256), (64, 256), (64, 512), (128, 256)), "cpu": ((8, 16),)}
+# (expert-parallel ranks, experts, instances of the hottest expert at least, late slots)
+SPLITS = {
+    "cuda": (
+        *((8, 128, 1, 0), (16, 256, 1, 0), (32, 256, 1, 0), (64, 256, 1, 0), (64, 512, 1, 0), (128, 256, 1, 0)),
+        *((64, 256, 20, 0), (64, 256, 1, 1)),
+    ),
+    "cpu": ((8, 16, 1, 0),),
+}
 
 
 def split_times(device: str, notes: Notes) -> None:
-    """Microseconds of the host and of the device for a split of tokens, and seconds of the first of a size."""
+    """Microseconds of the host and of the device for a split of tokens, and seconds of the first of a size: compiled,
+    or from Triton's cache."""
+    from balancing.experts.late import LATE_GOAL
     from balancing.experts.placement import ReplicaPlacement, color_by_rank
-    from balancing.experts.split.split import Splitter
+    from balancing.experts.split.split import Splitter, sweeps_of
     from balancing.experts.split.split_kernel import SplitKernels, kernel_tables
     from balancing.upload import upload
 
     place, draw = local_device(device), np.random.default_rng(0)
-    for ranks, experts in SPLITS[device]:
+    for ranks, experts, hottest, late in SPLITS[device]:
         home = np.arange(experts) * ranks // experts
         slots = np.stack([draw.choice(np.flatnonzero(home != rank), 2, replace=False) for rank in range(ranks)])
+        slots[(slots == 0).any(1)] = -1
+        slots[1:hottest, 0] = 0
         placement = ReplicaPlacement(home, slots, ranks_per_node=min(8, ranks))
+        placement = placement.with_late(np.full((ranks, late), -1))
         load = draw.integers(0, 1000, (ranks, experts))
         if device == "cpu":  # which has no kernels to time
             assert Splitter(placement, sweeps=4)(load).sum() == load.sum()
             notes.figure(f"{ranks} x {experts}: split by NumPy")
             continue
         classes = color_by_rank(placement)
-        kernels = SplitKernels(placement, len(classes), 4, upload(kernel_tables(placement, classes), place))
-        there = torch.from_numpy(load).to(place)
+        sweeps, tables = sweeps_of(placement, len(classes)), upload(kernel_tables(placement, classes), place)
+        kernels, there = SplitKernels(placement, len(classes), sweeps, tables), torch.from_numpy(load).to(place)
+        permille = round(1000 * LATE_GOAL) if late else None
         begin = time.perf_counter()
-        kernels(there)
+        kernels(there, range(1), permille)
         torch.cuda.synchronize()
         first = time.perf_counter() - begin
-        host, on_device = _timed(lambda: [kernels(there) for _ in range(20)], device)  # noqa: B023
-        notes.figure(
-            f"{ranks} x {experts}: device {50 * on_device:.0f} us, host {50 * host:.0f} us, first {first:.1f} s"
-        )
+        host, on_device = _timed(lambda: [kernels(there, range(1), permille) for _ in range(20)], device)  # noqa: B023
+        how = f"{ranks} x {experts}" + f", {hottest} instances" * (hottest > 1) + ", late copies" * late
+        turns = f"{sweeps * len(classes)} turns"
+        notes.figure(f"{how}: device {50 * on_device:.0f} us ({turns}), host {50 * host:.0f} us, first {first:.1f} s")
 
 
 # A layer as in Mixtral 8x7B over 8 ranks, two experts a token. (tokens of a rank, hidden size, size of an expert)
