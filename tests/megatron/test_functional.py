@@ -20,7 +20,7 @@ from tests.support.recipe_files import Recipe, read_recipes
 from tests.support.recipes import BALANCERS, Verdict, command_line, verdicts
 from tests.support.sampled import sampled
 from tests.support.shrink import LEFT_OUT, Small, for_cpu, shrink
-from tests.support.stand_ins import offloaded_activations
+from tests.support.stand_ins import gated_delta_net, offloaded_activations
 from tests.support.training import MOCK_DATA, RankRun, Run, differences, join, train_rank
 from tests.together.test_structures import _place_at_random
 
@@ -168,6 +168,8 @@ def _rank(flags: dict[str, Any], balancers: tuple[str, ...], extra: list[str]) -
     argv, _ = command_line(Recipe("", flags), parser)
     planned = _place_at_random() if EXPERTS in balancers else {}
     moved = _move_one_layer() if LAYERS in balancers else []
+    if flags.get("experimental_attention_variant") == "gated_delta_net":
+        gated_delta_net.install()
     if flags.get("fine_grained_activation_offloading"):
         offloaded_activations.install()
     run = train_rank([*argv, *extra, *balancers], True)

@@ -154,7 +154,33 @@ def _flags(config: Any, name: str, defaults: argparse.Namespace) -> argparse.Nam
     args.sft = "_sft_" in name or "_lora_" in name
     args.gtp_weight_remat_size = 1
     settle_graphs(args)
+    activation = getattr(config.model.activation_func, "__name__", "")
+    gated = config.model.gated_linear_unit
+    args.swiglu, args.quick_geglu = gated and activation == "silu", gated and activation == "quick_gelu"
+    args.squared_relu = activation == "squared_relu"
+    args.untie_embeddings_and_output_weights = not config.model.share_embeddings_and_output_weights
     return args
+
+
+def _as_recipe(args: argparse.Namespace, defaults: argparse.Namespace, parser: argparse.ArgumentParser) -> dict:
+    """The flags with which a command line would give `args`, as in a recipe file. Fields without a flag are left out."""
+    flags: dict[str, Any] = {}
+    for field, value in vars(args).items():
+        actions = [action for action in parser._actions if action.dest == field and action.option_strings]
+        if value is None or value == [] or not actions or value == getattr(defaults, field):
+            continue
+        fits = [action for action in actions if (action.nargs == 0) == isinstance(value, bool)]
+        fits = [action for action in fits if not isinstance(value, bool) or action.const is value]
+        if fits:
+            name = max(fits[0].option_strings, key=len).removeprefix("--").replace("-", "_")
+            if name == "cuda_graph_modules":
+                value = [module.name for module in value]
+            if fits[0].type is int and isinstance(value, float):
+                value = int(value)
+            if isinstance(value, list | tuple) and fits[0].nargs is None:
+                value = ",".join(map(str, value)) if name == "window_size" else str(list(value))
+            flags[name] = True if value is False else value
+    return flags
 
 
 # What the checks say.
