@@ -217,7 +217,9 @@ def _shrink_layers(small: dict[str, Any]) -> None:
     elif "decoder_first_pipeline_num_layers" in small:
         small["decoder_first_pipeline_num_layers"] = small["decoder_last_pipeline_num_layers"] = 1
         small["num_layers"] = 2 + (stages - 2) * 2
-    elif (chunks := "num_virtual_stages_per_pipeline_rank") in small or "account_for_embedding_in_pipeline_split" in small:
+    elif (
+        chunks := "num_virtual_stages_per_pipeline_rank"
+    ) in small or "account_for_embedding_in_pipeline_split" in small:
         small |= {chunks: 2} if chunks in small else {}
         small["num_layers"] = stages * small.get(chunks, 1) * 2
         if "account_for_embedding_in_pipeline_split" in small:  # the embedding and the loss count as a layer each
