@@ -77,8 +77,9 @@ def _provider(name: str, base: Any) -> Any:
         "position_embedding_type": "mrope", "mrope_section": [3, 3, 2], "rotary_percent": 1.0, "seq_length": 2 * PACK,
         "image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START, "patch_size": PATCH,
         "freeze_language_model": False, "freeze_vision_model": False, "moe_permute_fusion": False,
-        "moe_router_topk": 2, "bias_activation_fusion": False, "bias_dropout_fusion": False, "persist_layer_norm": False,
-        "moe_router_load_balancing_type": "none", "calculate_per_token_loss": True, "variable_seq_lengths": True,
+        "moe_router_topk": 2, "bias_activation_fusion": False, "bias_dropout_fusion": False,
+        "persist_layer_norm": False, "moe_router_load_balancing_type": "none", "calculate_per_token_loss": True,
+        "variable_seq_lengths": True,
     }  # fmt: skip
     tower: dict[str, Any] = {
         "depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": PATCH,

@@ -246,8 +246,11 @@ def _found() -> tuple[list[Found], dict[str, str]]:
 
 
 def _chosen(found: Sequence[Found], family: str) -> Chosen:
-    """The recipe that stands for a family: the first that most balancers accept, in bf16 if there is one."""
-    of_family = [recipe for recipe in found if recipe.family == family]
+    """The recipe that stands for a family: the first that most balancers accept, in bf16 if there is one. Patterns of
+    prediction layers cannot be shrunk."""
+    of_family = [
+        recipe for recipe in found if recipe.family == family and "mtp_hybrid_override_pattern" not in recipe.flags
+    ]
     best = max(of_family, key=lambda recipe: (len(recipe.accepted), recipe.number_format == "bf16"))
     return Chosen(best.name, ranks_of(best.name), best.flags, tuple(f"--balance-{of}" for of in best.accepted))
 
@@ -272,8 +275,8 @@ def _trained(found: Sequence[Found]) -> list[str]:
     """Lines of a table: the recipe of each family that tests train, and what is changed in it; and why."""
     lines = [
         "Shrunk for a CPU as [below](#functional-configurations), each trains three iterations without balancers, with",
-        "each of these, and with all. Losses and parameters are equal to 1e-12 in float64, or to rounding in float32 with",
-        "stand-ins for Transformer Engine. Of vision-language models it is the language model.",
+        "each of these, and with all. Losses and parameters are equal to 1e-12 in float64, or to rounding in float32",
+        "with stand-ins for Transformer Engine. Of vision-language models it is the language model.",
         "",
         "| family | recipe | equal to the plain run with | changed |",
         "|---|---|---|---|",
