@@ -164,7 +164,7 @@ class _Memory:
                 try:
                     yield
                 except BaseException:
-                    with contextlib.suppress(RuntimeError):  # says only that the capture is broken
+                    with contextlib.suppress(Exception):  # says only that the capture is broken
                         graph.capture_end()
                     raise
                 graph.capture_end()
