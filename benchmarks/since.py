@@ -6,6 +6,9 @@ Each row and paragraph of benchmarks/README.md names the commits of its figures 
 each command this lists, by commit, the day and how many of the files that the command imports have changed since, the
 nearest of them first. Files are compared by the hash of their syntax tree, so that comments, docstrings, layout and
 names of files do not count. A changed file need not change a figure; with none changed, a figure is of this commit.
+
+Exit code 1 if figures are of code more than `MOST_BACK` commits back, of which a file has changed. Such a row is
+repeated, dropped, or says in its text why it may stand: "(stands: REASON)".
 """
 
 import argparse
@@ -23,6 +26,7 @@ __all__ = ["Age", "ages", "figures_of", "imported"]
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "benchmarks" / "README.md"
+MOST_BACK = 400  # commits
 _OURS = re.compile(r"(?:balancing(?:_tools)?|benchmarks|examples|megatron\.balanced|tests\.support)(?:\.\w+)*")
 _COMMIT = re.compile(r"\b(?=[a-f\d]*[a-f])(?=[a-f\d]*\d)[a-f\d]{7}\b")
 
@@ -32,7 +36,7 @@ class Age:
     """How old the figures of a command are.
 
     day: of the commit, as "2026-11-26". files: how many the command imports. changed: those whose code differs now,
-    nearest to the command first.
+    nearest to the command first. back: commits since. stands: why it may be older than the rule says, or "".
     """
 
     command: str
@@ -40,16 +44,28 @@ class Age:
     day: str
     files: int
     changed: tuple[str, ...]
+    back: int = 0
+    stands: str = ""
+
+    @property
+    def too_old(self) -> bool:
+        return bool(self.changed) and self.back > MOST_BACK and not self.stands
 
     def __str__(self) -> str:
         nearest = f": {', '.join(self.changed[:3])}{', ...' if len(self.changed) > 3 else ''}" if self.changed else ""
-        return f"{self.day} {self.commit} {self.command}: {len(self.changed)} of {self.files} files changed{nearest}"
+        mark = "  TOO OLD" if self.too_old else f" (stands: {self.stands})" if self.stands else ""
+        return (
+            f"{self.day} {self.commit} {self.command}: {self.back} commits back, {len(self.changed)} of {self.files} "
+            f"files changed{nearest}{mark}"
+        )
 
 
-def figures_of(page: str) -> list[tuple[str, str]]:
-    """Command and commit of each row and paragraph of a page that names both, in order and without repetition."""
+def figures_of(page: str) -> list[tuple[str, str, str]]:
+    """Command, commit and why they may stand, of each row and paragraph of a page that names the first two, in order
+    and without repetition."""
     blocks = re.split(r"\n\n|\n(?=[|])", page)
-    return list(dict.fromkeys((module, commit) for block in blocks
+    return list(dict.fromkeys((module, commit, " ".join("; ".join(re.findall(r"\(stands: ([^)]+)\)", block)).split()))
+                              for block in blocks
                               for module in re.findall(r"python -m (benchmarks(?:\.\w+)*)", block)
                               for commit in _COMMIT.findall(block)))  # fmt: skip
 
@@ -134,12 +150,16 @@ def _sources(root: Path, commit: str) -> dict[str, str]:
 
 def ages(page: str, root: Path = ROOT) -> list[Age]:
     """Age of the figures of a page, the oldest first. Raises ValueError if git does not know a commit."""
-    then: dict[str, tuple[str, dict[str, str]]] = {}
+    then: dict[str, tuple[str, int, dict[str, str]]] = {}
     found = []
-    for module, commit in figures_of(page):
+    for module, commit, stands in figures_of(page):
         if commit not in then:
-            then[commit] = (_git(root, "log", "-1", "--format=%cs", commit).strip(), _sources(root, commit))
-        day, sources = then[commit]
+            day, back = (
+                _git(root, "log", "-1", "--format=%cs", commit),
+                _git(root, "rev-list", "--count", f"{commit}.."),
+            )
+            then[commit] = day.strip(), int(back), _sources(root, commit)
+        day, commits, sources = then[commit]
         files = imported(module, root)
         changed = []
         hashes: set[str] = set()
@@ -150,7 +170,7 @@ def ages(page: str, root: Path = ROOT) -> list[Age]:
             hashes = hashes or {_hash(source) for source in sources.values()}
             if _hash(text) not in hashes:
                 changed.append(name)
-        found.append(Age(f"python -m {module}", commit, day, len(files), tuple(changed)))
+        found.append(Age(f"python -m {module}", commit, day, len(files), tuple(changed), commits, stands))
     return sorted(found, key=lambda age: age.day)
 
 
@@ -160,11 +180,14 @@ def main() -> int:
         prog="python -m benchmarks.since", description=(__doc__ or "").partition("\n")[0]
     ).parse_args()
     try:
-        print(*ages(PAGE.read_text()), sep="\n")
+        found = ages(PAGE.read_text())
     except ValueError as error:
         print(f"since: {error}", file=sys.stderr)
         return 2
-    return 0
+    print(*found, sep="\n")
+    old = sum(age.too_old for age in found)
+    print(f"{len(found)} figures, {old} of changed code more than {MOST_BACK} commits back")
+    return 1 if old else 0
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.since import PAGE, ages, figures_of, imported
+from benchmarks import since
+from benchmarks.since import PAGE, ROOT, ages, figures_of, imported
 
 FIRST = "f1257a0"  # a tag that reads like a commit, whatever the commit is called
 ROW = f"| steps | 1.2 | [{FIRST}](log/steps.md) | `python -m benchmarks.steps --quick` |\n"
@@ -59,4 +60,25 @@ def test_a_commit_that_git_does_not_know_is_named(tree: Path) -> None:
 def test_the_page_of_figures_names_a_commit_for_each_command_that_it_has() -> None:
     found = figures_of(PAGE.read_text())
     assert len(found) >= 30
-    assert all(importlib.util.find_spec(module) is not None for module, _ in found)
+    assert all(importlib.util.find_spec(module) is not None for module, *_ in found)
+
+
+def test_old_figures_are_repeated_or_say_why_they_stand(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tree / "balancing/plan.py").write_text("def plan():\n    return 2\n")
+    _git(tree, "commit", "-q", "-a", "-m", "second")
+    monkeypatch.setattr(since, "MOST_BACK", 1)
+    (age,) = ages(ROW, tree)
+    assert (age.back, age.too_old) == (1, False)
+    monkeypatch.setattr(since, "MOST_BACK", 0)
+    (age,) = ages(ROW, tree)
+    assert age.too_old and str(age).endswith("balancing/plan.py  TOO OLD")
+    (age,) = ages(ROW.replace("1.2 |", "1.2 (stands: the card is gone) |"), tree)
+    assert not age.too_old and age.stands == "the card is gone"
+
+
+def test_no_published_figure_is_too_old() -> None:
+    try:
+        found = ages(PAGE.read_text(), ROOT)
+    except ValueError as error:  # a clone without history
+        pytest.skip(str(error))
+    assert not [str(age) for age in found if age.too_old]
