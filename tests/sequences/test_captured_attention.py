@@ -148,8 +148,8 @@ def test_training_with_graphs_is_the_same_to_the_bit(pool: Pool, tmp_path: Any) 
     flags = f"{PACKED} --balance-sequences --context-parallel-size 2 {PP} 2 {recompute}"
     replayed = packed.from_start(f"{flags} {settings('sequences', attention_cuda_graphs=True)}")
     results = pool.run(4, _train_replayed, replayed)
-    # In 2 iterations of 4 micro-batches: forward, recomputed by a graph that is kept or captured anew, and backward.
-    assert all(2 * 8 <= captures <= 3 * 8 + 1 and not left for _, captures, left in results), results
+    # In 2 iterations of 4 micro-batches: forward, by a graph that also recomputes, and backward; and what keeps memory.
+    assert {tuple(found) for _, *found in results} == {(2 * 8 + 1, 1)}
     assert_same(join([run for run, *_ in results]), packed.train(4, flags))
 
 
