@@ -100,6 +100,12 @@ def refusal(kernel: Kernel, backward: bool, q: torch.Tensor, k: torch.Tensor, v:
     return "" if refuse is None else refuse(backward, q, k, v, pieces)
 
 
+def generators(kernel: Kernel) -> list[torch.Generator]:
+    """The random generators of a kernel, which a CUDA graph of its calls must know. A kernel that has some has an
+    attribute of this name."""
+    return list(getattr(kernel, "generators", ()))
+
+
 def too_large(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
     """For kernels with offsets of 32 bits: why they do not take tensors of these shapes; "" if they do.
 
@@ -167,6 +173,10 @@ class OfOneSize:
 
     def refusal(self, backward, q, k, v, pieces):
         return refusal(self._kernel, backward, q, k, v, pieces)
+
+    @property
+    def generators(self):
+        return generators(self._kernel)
 
     def forward(self, q, k, v, pieces, scale):
         wide = max(k.shape[2], v.shape[2])

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from balancing.kernels.base import CPU, PRODUCTS, Kernel, OfOneSize, Pieces, refusal
+from balancing.kernels.base import CPU, PRODUCTS, Kernel, OfOneSize, Pieces, generators, refusal
 from balancing.kernels.cudnn import CudnnPacked
 from balancing.kernels.flash import PackageFlash, TorchFlash
 from balancing.kernels.trial import (
@@ -200,6 +200,10 @@ class KernelsInTurn:
     def __init__(self, kernels: Sequence[_Found]) -> None:
         self._kernels = kernels
         self._warned: set[tuple[str, str]] = set()
+
+    @property
+    def generators(self):
+        return [generator for one in self._kernels for generator in generators(one.kernel)]
 
     def forward(self, q, k, v, pieces, scale):
         return self._first(False, q, k, v, pieces, lambda kernel: kernel.forward(q, k, v, pieces, scale))

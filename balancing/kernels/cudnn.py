@@ -67,6 +67,11 @@ class CudnnPacked:
             self._plans.add(plan)
         return ""
 
+    @property
+    def generators(self) -> list[torch.Generator]:
+        """Those that a CUDA graph of calls must know."""
+        return [] if self._draw is None else [self._draw]
+
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pieces: Pieces, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -68,6 +68,7 @@ PARTS = (
     _alone("quarters", "quarters.layers", 75, 4, "moved layers by the clock: 4 stages on quarters of a GPU", "mps"),
     Part("attention", "attention:kernel_parity", 35, 1, "kernels and merged pieces against float64 on the host"),
     Part("merges", "attention:merges_and_sums", 5, 1, "merges of pieces and sums of gradients", needs="compiler"),
+    _alone("attention-graphs", "graphs.attention", 30, 2, "attention replayed from CUDA graphs: bits, host, device"),
     Part("split", "splits.kernels_like_numpy", 12, 1, "splits of tokens equal to the token", needs="compiler"),
     Part("races", "races.late_streams", 80, 2, "late streams change no bit, fp32 and bf16"),
     Part(

@@ -87,7 +87,6 @@ class SequenceAttention:
         self._device: torch.device | None = None
         self._calls: list[CallRows] = []
         self._exchanges: dict[TransferGroup, Exchange] = {}
-        self._call: AttentionCall | None = None  # the latest; layers mostly have the same kernel and scale
 
     def upload(self, device: torch.device, more: Sequence[np.ndarray] = ()) -> list[torch.Tensor]:
         """Copy the program's tables to the device in one asynchronous copy.
@@ -96,7 +95,7 @@ class SequenceAttention:
         """
         rows, uploaded = rows_on_device(self.program.program.calls, self.program.table, device, more)
         self._calls, self._exchanges = rows.calls, prepare_exchanges(self.program, self.transport, rows.messages)
-        self._device, self._call = device, None
+        self._device = device
         return uploaded
 
     def __call__(
@@ -131,10 +130,13 @@ class SequenceAttention:
         kernel = self._kernel or self._choose(q, v)
         if self._device != q.device:
             self.upload(q.device)
-        call = AttentionCall(self.program, self.transport, self._exchanges, self.statistics, kernel, scale, self._calls)
         if (latent is None) != (projection is None):
             raise ValueError("latent and projection go together; give both or neither")
-        return _Attention.apply(q, k, v, sink, latent, projection, call)
+        return _Attention.apply(q, k, v, sink, latent, projection, self.call(kernel, scale))
+
+    def call(self, kernel: Kernel, scale: float) -> "AttentionCall":
+        """What runs the passes of a layer with this kernel and scale."""
+        return AttentionCall(self.program, self.transport, self._exchanges, self.statistics, kernel, scale, self._calls)
 
     def _choose(self, q: torch.Tensor, v: torch.Tensor) -> Kernel:
         heads = AttentionHeads(q.dtype, q.shape[1], v.shape[1], q.shape[2], v.shape[2], not self.plan.sees_all)
@@ -159,7 +161,7 @@ class SequenceAttention:
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """Objects that the forward and the backward pass of one call share.
+    """The forward and the backward pass of one call, and the objects that they share.
 
     rank_program: the program of this rank.
     transport: carries the program's messages.
@@ -177,6 +179,64 @@ class AttentionCall:
     kernel: Kernel
     scale: float
     calls: list[CallRows]
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sink: torch.Tensor | None,
+        latent: torch.Tensor | None,
+        weight: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, list[torch.Tensor | None], Projection | None]:
+        """The output, and what the backward pass needs. Arguments as of `SequenceAttention`."""
+        projection = None
+        if latent is not None and weight is not None:
+            projection = Projection(weight, k.shape[1], k.shape[2], shared_size(k, v, weight, latent))
+            latent = latent[:, None]
+        to_attention, to_linear = self.rank_program.to_attention, self.rank_program.to_linear
+        if to_attention is not None:
+            q, k, v, *rest = self.change_layout(to_attention, q, k, v, *(() if latent is None else (latent,)))
+            latent = rest[0] if rest else None
+        program = self.rank_program.program
+        kv = _workspace(program.rows if latent is None else program.tokens, k, v)
+        travelling = None
+        if latent is not None and projection is not None:
+            travelling = _workspace(program.rows, latent, _shared(k, projection))
+        out, logsumexp = _Forward(self, q, kv, travelling, projection).result(sink)
+        saved = [kv] if travelling is None else [kv, travelling]
+        if program.rows > program.tokens:  # the last one is sent, and holds received rows as well
+            saved[-1] = saved[-1][: program.tokens].clone()
+        result = out if to_linear is None else self.change_layout(to_linear, out)[0]
+        return result, [q, out, logsumexp, sink, *saved], projection
+
+    def backward(
+        self, grad: torch.Tensor, saved: Sequence[torch.Tensor], projection: Projection | None, needs_sink: bool
+    ) -> list[torch.Tensor | None]:
+        """The gradients of the arguments of `forward`, whose other results are `saved` and `projection`."""
+        to_attention, to_linear = self.rank_program.to_attention, self.rank_program.to_linear
+        program = self.rank_program.program
+        q, out, logsumexp, sink, *rest = saved
+        grad = grad.contiguous() if to_attention is None else self.change_layout(to_attention, grad)[0]
+        if program.rows > program.tokens:  # the last saved tensor is sent and needs rows for received tokens
+            own_rows, rest[-1] = rest[-1], rest[-1].new_empty(program.rows, *rest[-1].shape[1:])
+            rest[-1][: program.tokens] = own_rows
+        kv, travelling = rest if len(rest) > 1 else (rest[0], None)
+        backward = _Backward(self, grad, q, kv, travelling, projection, out, logsumexp)
+        dq, dkv = backward.result()
+        dkv = dkv[: program.tokens]
+        dweight, dlatents = None, []
+        if projection is not None:
+            size, came = projection.weight.shape[1], backward.dsent[: program.tokens]
+            _shared(dkv[..., : q.shape[2]], projection).add_(came[..., size:])
+            dlatents = [came[..., :size].to(q.dtype)]
+            dweight = backward.dweight.to(projection.weight.dtype)
+        gradients = [dq.to(q.dtype), *_halves(dkv.to(q.dtype), q), *dlatents]
+        dsink = sink_gradient(grad, out, logsumexp, sink) if needs_sink else None
+        if to_linear is not None:
+            gradients = list(self.change_layout(to_linear, *gradients))
+        dlatent = gradients.pop().squeeze(1) if dlatents else None
+        return [*gradients, dsink, dlatent, dweight]
 
     def start(
         self,
@@ -268,62 +328,15 @@ def _tag(transfer_group: TransferGroup) -> int:
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sink: torch.Tensor | None,
-        latent: torch.Tensor | None,
-        weight: torch.Tensor | None,
-        call: AttentionCall,
-    ) -> torch.Tensor:
-        ctx.call, ctx.projection = call, None
-        if latent is not None and weight is not None:
-            ctx.projection = Projection(weight, k.shape[1], k.shape[2], shared_size(k, v, weight, latent))
-            latent = latent[:, None]
-        to_attention, to_linear = call.rank_program.to_attention, call.rank_program.to_linear
-        if to_attention is not None:
-            q, k, v, *rest = call.change_layout(to_attention, q, k, v, *(() if latent is None else (latent,)))
-            latent = rest[0] if rest else None
-        program = call.rank_program.program
-        kv = _workspace(program.rows if latent is None else program.tokens, k, v)
-        travelling = None
-        if latent is not None:
-            travelling = _workspace(program.rows, latent, _shared(k, ctx.projection))
-        out, logsumexp = _Forward(call, q, kv, travelling, ctx.projection).result(sink)
-        saved = [kv] if travelling is None else [kv, travelling]
-        if program.rows > program.tokens:  # the last one is sent, and holds received rows as well
-            saved[-1] = saved[-1][: program.tokens].clone()
-        ctx.save_for_backward(q, out, logsumexp, sink, *saved)
-        return out if to_linear is None else call.change_layout(to_linear, out)[0]
+    def forward(ctx: Any, *inputs: Any) -> torch.Tensor:
+        *tensors, ctx.call = inputs
+        out, saved, ctx.projection = ctx.call.forward(*tensors)
+        ctx.save_for_backward(*saved)
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        call = ctx.call
-        to_attention, to_linear = call.rank_program.to_attention, call.rank_program.to_linear
-        program = call.rank_program.program
-        q, out, logsumexp, sink, *saved = ctx.saved_tensors
-        grad = grad.contiguous() if to_attention is None else call.change_layout(to_attention, grad)[0]
-        if program.rows > program.tokens:  # the last saved tensor is sent and needs rows for received tokens
-            own_rows, saved[-1] = saved[-1], saved[-1].new_empty(program.rows, *saved[-1].shape[1:])
-            saved[-1][: program.tokens] = own_rows
-        kv, travelling = saved if len(saved) > 1 else (saved[0], None)
-        backward = _Backward(call, grad, q, kv, travelling, ctx.projection, out, logsumexp)
-        dq, dkv = backward.result()
-        dkv = dkv[: program.tokens]
-        dweight, dlatents = None, []
-        if ctx.projection is not None:
-            size, came = ctx.projection.weight.shape[1], backward.dsent[: program.tokens]
-            _shared(dkv[..., : q.shape[2]], ctx.projection).add_(came[..., size:])
-            dlatents = [came[..., :size].to(q.dtype)]
-            dweight = backward.dweight.to(ctx.projection.weight.dtype)
-        gradients = [dq.to(q.dtype), *_halves(dkv.to(q.dtype), q), *dlatents]
-        dsink = sink_gradient(grad, out, logsumexp, sink) if ctx.needs_input_grad[3] else None
-        if to_linear is not None:
-            gradients = list(call.change_layout(to_linear, *gradients))
-        dlatent = gradients.pop().squeeze(1) if dlatents else None
-        return (*gradients, dsink, dlatent, dweight, None)
+        return (*ctx.call.backward(grad, ctx.saved_tensors, ctx.projection, ctx.needs_input_grad[3]), None)
 
 
 class _Pass:

@@ -223,6 +223,11 @@ class Statistics:
         self._marks.clear()
         return self._waited
 
+    def add_bytes(self, other: "Statistics") -> None:
+        """Count the bytes of `other` once more."""
+        for name in ("intra_bytes", "inter_bytes", "remap_intra_bytes", "remap_inter_bytes"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
     def wait(self, pending: Pending) -> None:
         """Wait for transfers and count the time."""
         self.timed_wait(pending.wait, pending.on_cuda)

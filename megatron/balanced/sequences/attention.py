@@ -7,6 +7,7 @@ Megatron-LM's own modules support only one layout, the zig-zag of Transformer En
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -19,8 +20,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import unwrap_model
 
-from balancing.kernels.base import Kernel
 from balancing.sequences import SequenceAttention
+from balancing.sequences.engine.captured import CapturedAttention, Graphs
 from megatron.balanced.sequences.mamba import DocumentOrder
 from megatron.balanced.sequences.mask import not_causal
 from megatron.balanced.sequences.planner import Programs
@@ -57,11 +58,13 @@ class BatchAttention(NamedTuple):
 
     @classmethod
     def of(
-        cls, programs: Programs, process_group: dist.ProcessGroup, tokens: int, *, kernel: Kernel, timed: bool
+        cls, programs: Programs, process_group: dist.ProcessGroup, tokens: int, *, graphs: Graphs | None, **options: Any
     ) -> "BatchAttention":
-        """process_group: the ranks of the plan. kernel, timed: as in `SequenceAttention`."""
-        options: dict[str, Any] = {"process_group": process_group, "kernel": kernel, "timed": timed}
-        made = {id(kind): SequenceAttention(kind[0], program=kind[1], **options) for kind in programs if kind}
+        """process_group: the ranks of the plan. graphs: that capture the passes; None for none. options: of
+        `SequenceAttention`."""
+        made_by = SequenceAttention if graphs is None else partial(CapturedAttention, graphs=graphs)
+        options["process_group"] = process_group
+        made = {id(kind): made_by(kind[0], program=kind[1], **options) for kind in programs if kind}
         return cls(tuple(made.get(id(kind)) for kind in programs), tokens)
 
     @property

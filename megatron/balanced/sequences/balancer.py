@@ -21,6 +21,7 @@ from balancing.kernels.timed import TimedKernel
 from balancing.report import WARM_UP
 from balancing.sequences.config import SequenceConfig
 from megatron.balanced.sequences.events import MicroBatch, Share, calls_event, step_event
+from megatron.balanced.sequences.graphs import check_graphs
 from megatron.balanced.sequences.in_place import AttentionInPlace
 from megatron.balanced.sequences.shape import attention_shape
 from megatron.balanced.sequences.tokens import Sharing, Tokens
@@ -40,8 +41,8 @@ class SequenceBalancer(StepCallback):
     schedules of `Balancers` are balanced. Micro-batches that are not packed run unchanged.
 
     chunks: the model chunks of this rank, each in `DistributedDataParallel`.
-    config: settings `domain`, `planner`, `routing` and `kernel`. All data-parallel ranks share the work unless
-        `domain` is "context".
+    config: settings `domain`, `planner`, `routing`, `kernel` and `attention_cuda_graphs`. All data-parallel ranks share
+        the work unless `domain` is "context".
     job, cluster, report: as for `ExpertBalancer`; one rank of each domain reports. Of job, the timeout is read, and the
         sizes for an estimate of memory.
     had_kernel: the name of the kernel of attention that a resumed run had.
@@ -49,7 +50,7 @@ class SequenceBalancer(StepCallback):
         (`megatron.balanced.sequences.moved_tokens`). None: they stay.
 
     `kernel` is the chosen kernel of attention. Raises ValueError for a model whose attention cannot be balanced, and if
-    the kernel that `config` names does not run here.
+    the kernel that `config` names does not run here, or its CUDA graphs do not.
     """
 
     def __init__(
@@ -75,6 +76,8 @@ class SequenceBalancer(StepCallback):
         shape = attention_shape(model, getattr(unwrap_model(self.chunks)[0], "hybrid_layer_pattern", None))
         options = {"timed": report is not None, "had_kernel": had_kernel}
         self._sharing = Sharing.connect(self.config, model, shape, cluster, facts.timeout_minutes, **options)
+        nccl = dist.get_backend(self._sharing.layers) == "nccl"
+        check_graphs(self.config, model, nccl=nccl, timed=report is not None)
         self.kernel = self._sharing.kernel
         self._record = self._sharing.record
         self._tokens.attach(self.chunks, self._sharing)
@@ -103,6 +106,7 @@ class SequenceBalancer(StepCallback):
     def end_schedule(self) -> None:
         """Check that all ranks of the domain followed the same plans, without waiting for the device."""
         self._tokens.end_schedule()
+        self._sharing.graphs.clear()
         if len({*self._sharing.compare("the end of a schedule", self._record.digest)}) > 1:
             raise RuntimeError(
                 f"ranks {self._sharing.ranks} made different plans; they must read the "
@@ -112,6 +116,7 @@ class SequenceBalancer(StepCallback):
 
     def abandon_schedule(self) -> None:
         self._tokens.abandon_schedule()
+        self._sharing.graphs.clear()
         self._record.end()
 
     def end_step(self) -> None:
@@ -150,3 +155,4 @@ class SequenceBalancer(StepCallback):
     def close(self) -> None:
         """Leave the model plain."""
         self._tokens.close()
+        self._sharing.graphs.close()

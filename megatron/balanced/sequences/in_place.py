@@ -353,8 +353,7 @@ class AttentionInPlace(Tokens):
                 )
         plan, programs, milliseconds = self._planned(lengths)  # type: ignore[arg-type]
         tokens = int(plan.linear_tokens[sharing.domain.rank])
-        options = {"kernel": sharing.kernel.kernel, "timed": sharing.record.timed}
-        attention = BatchAttention.of(programs, sharing.layers, tokens, **options)
+        attention = BatchAttention.of(programs, sharing.layers, tokens, **sharing.options)
         for kind in attention.kinds:
             kind.upload(query.device)
         origins = tuple(origin for origin, own_lengths in enumerate(lengths) for _ in own_lengths)

@@ -255,9 +255,7 @@ class MovedTokens(Tokens):
         tensors, read, planning_ms, waited_ms = self._receive(data_iterator, chunk)
         plan = read.plan
         tokens = int(plan.linear_tokens[domain.rank])
-        # Without a report nobody reads the times.
-        options = {"kernel": sharing.kernel.kernel, "timed": sharing.record.timed}
-        attention = BatchAttention.of(read.programs, sharing.layers, tokens, **options)
+        attention = BatchAttention.of(read.programs, sharing.layers, tokens, **sharing.options)
         first, *others = attention.kinds
         drawn = plan, read.origins, read.numbers
         sharing.record.add(MicroBatch(chunk, *drawn, attention.kinds, planning_ms, waited_ms))

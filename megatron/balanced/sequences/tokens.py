@@ -6,7 +6,7 @@ plan puts them (`moved_tokens`). A mode makes the plans and calls attention; all
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from balancing.kernels.timed import TimedKernel
 from balancing.messages import connect
 from balancing.sequences import AttentionShape
 from balancing.sequences.config import SequenceConfig
+from balancing.sequences.engine.captured import Graphs
 from megatron.balanced.cpu.device import is_cpu
 from megatron.balanced.sequences.domain import Domain
 from megatron.balanced.sequences.events import StepRecord
@@ -47,6 +48,7 @@ class Sharing:
     shape: shape of the model's attention.
     kernel: of attention.
     record: the record of the step in progress.
+    graphs: of attention, for `attention_cuda_graphs`.
     """
 
     domain: Domain
@@ -59,6 +61,7 @@ class Sharing:
     shape: AttentionShape
     kernel: Choice
     record: StepRecord
+    graphs: Graphs = field(default_factory=Graphs)
 
     @classmethod
     def connect(
@@ -115,6 +118,12 @@ class Sharing:
     def ranks(self) -> list[int]:
         """Numbers of these ranks in the job."""
         return dist.get_process_group_ranks(self.hosts)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of `BatchAttention.of`. Without a report nobody reads the times."""
+        graphs = self.graphs if self.config.attention_cuda_graphs else None
+        return {"kernel": self.kernel.kernel, "timed": self.record.timed, "graphs": graphs}
 
     def compare(self, place: str, value: Any) -> list[Any]:
         """`value` of each of these ranks; all of them call this together.

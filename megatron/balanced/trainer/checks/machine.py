@@ -11,6 +11,7 @@ import torch
 from balancing.doctor.broken import broken_import
 from balancing.launch import detect_launch
 from megatron.balanced.cpu.device import is_cpu
+from megatron.balanced.sequences.graphs import check_graphs
 from megatron.balanced.shared.errors import LocalError
 from megatron.balanced.shared.incompatible import FP64, check_compatible, shown
 from megatron.balanced.trainer.checks.engine_parts import check_engine
@@ -42,6 +43,7 @@ def check_machine(args: argparse.Namespace, config: BalanceConfig, device: str) 
         raise ValueError(
             "--use-ring-exchange-p2p needs torch.distributed.ring_exchange, which this build of PyTorch lacks; drop it"
         )
+    check_graphs(config.sequences, args, nccl=device != "cpu", timed=config.balance_report is not None)
     exchanges = config.balances or config.balance_report is not None
     if args.fake_process_group and (exchanges or device == "cpu"):
         raise ValueError(
