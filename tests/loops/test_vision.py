@@ -106,6 +106,7 @@ def _train(name: str, balancers: tuple[str, ...], pipeline: int = 1) -> tuple[li
 
     from balancing.cluster import Cluster
     from balancing.experts.config import ExpertConfig
+    from balancing.experts.engine.slots import ReplicaSlots
     from balancing.layers.config import LayerConfig
     from balancing.sequences.config import SequenceConfig
     from megatron.balanced.loops.bridge import Balance
@@ -118,6 +119,7 @@ def _train(name: str, balancers: tuple[str, ...], pipeline: int = 1) -> tuple[li
         def build_datasets(self, context: Any) -> tuple[Any, None, None]:
             return Packs(), None, None
 
+    ReplicaSlots.turn_by_turn = True  # type: ignore[assignment,method-assign]  # as where a GPU has one queue
     _in("float32")  # Bridge builds these models of Transformer Engine's layers only
     config = _config(pipeline, "", False)
     config.model, config.validation.eval_iters = _provider(name, config.model), 0
