@@ -15,7 +15,7 @@ import torch
 
 from balancing.experts import ReplicaPlacement, contiguous_homes
 from balancing.experts.placement import color_by_rank
-from balancing.experts.split.placed_split import SplitTables, place_all
+from balancing.experts.split.placed_split import split_on_host
 from balancing.experts.split.split import Splitter
 from balancing.upload import upload
 from tests.support.command import run_python
@@ -186,11 +186,9 @@ def _compare(
     from balancing.experts.split.split_kernel import SplitKernels, kernel_tables
 
     classes = color_by_rank(placement)
-    of_kernels = upload(kernel_tables(placement, classes), None)
-    kernels = SplitKernels(placement, len(classes), sweeps if placement.split == "level" else 0, of_kernels)
-    tables = SplitTables(placement, None)
-    tables.splitter = Splitter(placement, sweeps=sweeps)
-    expected = place_all([tables], None)[0].split(load, sources, *late)
+    tables = upload(kernel_tables(placement, classes), None)
+    kernels = SplitKernels(placement, len(classes), sweeps if placement.split == "level" else 0, tables)
+    expected = split_on_host(Splitter(placement, sweeps=sweeps), load, sources, *late)
     found = kernels(torch.from_numpy(load), sources, *late)
     for name, value, wanted in zip(expected._fields, found, expected, strict=False):
         assert np.array_equal(value, wanted), (name, placement, load, sweeps)
