@@ -168,9 +168,10 @@ def _split_at_once(counted: Counted) -> None:
     """Splits of tokens and routes on the device are made once, and then return at once."""
     from balancing.experts.placement import ReplicaPlacement
     from balancing.experts.split import split_kernel
-    from balancing.experts.split.placed_split import SplitTables, place_all
+    from balancing.experts.split.placed_split import split_on_host
     from balancing.experts.split.routes import route
     from balancing.experts.split.routes_kernel import Route
+    from balancing.experts.split.split import Splitter
     from megatron.balanced.experts import moe_layer
 
     routed: list[torch.Tensor] = []
@@ -189,12 +190,12 @@ def _split_at_once(counted: Counted) -> None:
         route = staticmethod(lambda routing_map, probs, *split: Routed.apply(probs, routing_map, *split))
 
         def __init__(self, placement: ReplicaPlacement, classes: int, sweeps: int, tables: torch.Tensor) -> None:
-            self._split, self._found = place_all([SplitTables(placement, None)], None)[0].split, None
+            self._splitter, self._found = Splitter(placement, sweeps=sweeps or None), None
 
         def __call__(self, load: torch.Tensor, *how: Any) -> Any:
             counted.launches += 1
             if self._found is None:
-                self._found = tuple(map(torch.as_tensor, self._split(load.numpy(), *how)[:4]))
+                self._found = tuple(map(torch.as_tensor, split_on_host(self._splitter, load.numpy(), *how)[:4]))
             return self._found
 
     replace_name(split_kernel, "SplitKernels", SplitKernels)

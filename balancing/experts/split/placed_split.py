@@ -16,7 +16,7 @@ from balancing.experts.split.routes import route
 from balancing.experts.split.split import MOST_RANKS, RankSplit, Splitter, run_starts, sweeps_of
 from balancing.upload import upload
 
-__all__ = ["PlacedSplit", "SplitTables", "kernels_split", "place_all"]
+__all__ = ["PlacedSplit", "SplitTables", "kernels_split", "place_all", "split_on_host"]
 
 
 def kernels_split(placement: ReplicaPlacement, device: torch.device | None) -> bool:
@@ -86,36 +86,35 @@ class PlacedSplit:
             found = self._kernels(load, sources, permille, least)
             return RankSplit._make((*found[:4], *(found[4:] or (self._expert, None))))
         assert self._splitter is not None
-        counts, placed = load if self._device is None else load.cpu().numpy(), self.placement
-        if permille is None or not placed.late_slots:
-            served = self._splitter(counts)
-        else:
-            placed, served = LateCopies(self._splitter, permille, least).split(counts)
-        rows = slice(None) if sources is None else slice(sources.start, sources.stop)
-        first = _tokens_before(placed, served[rows])
-        tokens = served.reshape(len(served), len(served), -1).sum((0, 2))
-        expert, late = np.maximum(placed.phys2log, 0), placed.late if placed.late_slots else None
+        counts = load if self._device is None else load.cpu().numpy()
+        found = split_on_host(self._splitter, counts, sources, permille, least)
         if self._device is None:
-            return RankSplit(served, first, first + served[rows], tokens, torch.from_numpy(expert), late)
-        parts = np.ascontiguousarray(served), first, first + served[rows], tokens, expert, late
-        return RankSplit(*(None if part is None else upload(part, self._device) for part in parts))
+            return found._replace(expert=torch.from_numpy(found.expert))
+        return RankSplit(*(None if part is None else upload(part, self._device) for part in found))
 
     def route(self, *choices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The router's choices by instance, see `routes.route`."""
         return (route if self._kernels is None else self._kernels.route)(*choices)
 
 
-def _tokens_before(placement: ReplicaPlacement, served: np.ndarray) -> np.ndarray:
-    """For each instance, the tokens of lower-numbered instances of its expert: int64 [source, physical].
-
-    served: int64 [source, physical], tokens of each instance; none in empty slots.
-    """
-    # An order of physical numbers that puts instances of an expert side by side.
-    order = np.argsort(placement.phys2log, kind="stable")
-    tokens = served.take(order, -1)
-    before = tokens.cumsum(-1) - tokens
-    before -= before.take(run_starts(placement.phys2log[order]), -1)
-    return before.take(np.argsort(order), -1)
+def split_on_host(
+    splitter: Splitter, load: np.ndarray, sources: range | None = None, permille: int | None = None, least: int = 0
+) -> RankSplit:
+    """`PlacedSplit.split` in NumPy. splitter: over the placement, whose late slots are empty."""
+    placed = splitter.placement
+    if permille is None or not placed.late_slots:
+        served = splitter(load)
+    else:
+        placed, served = LateCopies(splitter, permille, least).split(load)
+    rows = served if sources is None else served[sources.start : sources.stop]
+    # Tokens of lower-numbered instances, in an order of physical numbers in which those of an expert are side by side.
+    order = np.argsort(placed.phys2log, kind="stable")
+    tokens = rows.take(order, -1)
+    first = tokens.cumsum(-1) - tokens
+    first = (first - first.take(run_starts(placed.phys2log[order]), -1)).take(np.argsort(order), -1)
+    of_ranks = served.reshape(len(served), len(served), -1).sum((0, 2))
+    late = placed.late if placed.late_slots else None
+    return RankSplit(np.ascontiguousarray(served), first, first + rows, of_ranks, np.maximum(placed.phys2log, 0), late)
 
 
 def place_all(tables: Sequence[SplitTables], device: torch.device | None) -> list[PlacedSplit]:

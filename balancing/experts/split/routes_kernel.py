@@ -10,7 +10,7 @@ from balancing.experts.split.launching import launch
 
 __all__ = ["ROUTE_OPTIONS", "Route", "number_routes", "route_fused"]
 
-ROUTE_OPTIONS = {"TOKENS": 256, "COLUMNS": 32, "num_warps": 4}
+ROUTE_OPTIONS = {"TOKENS": 256, "COLUMNS": 32, "num_warps": 8}
 
 
 @triton.jit(
@@ -32,19 +32,21 @@ def number_routes(
     of = tl.load(expert + column, mask=real, other=0)
     number = tl.zeros([COLUMNS], tl.int32)
     each = tl.arange(0, TOKENS)[:, None]
-    for earlier in range(0, start, TOKENS):
-        at = (earlier + each).to(tl.int64) * experts + of[None, :]
-        number += tl.sum(tl.load(chosen + at, mask=real[None, :], other=0).to(tl.int32), 0)
-    token = (start + each).to(tl.int64)
-    mask = (token < tokens) & real[None, :]
-    here = tl.load(chosen + token * experts + of[None, :], mask=mask, other=0).to(tl.int32)
+    inside = each * experts + of[None, :]
+    at = chosen
+    for _ in range(tl.program_id(0)):
+        number += tl.sum(tl.load(at + inside, mask=real[None, :], other=0).to(tl.int32), 0)
+        at += TOKENS * experts
+    first_token = start.to(tl.int64)
+    mask = (each < tokens - start) & real[None, :]
+    here = tl.load(at + inside, mask=mask, other=0).to(tl.int32)
     number = number[None, :] + tl.cumsum(here, 0)
     low, high = tl.load(first + column, mask=real, other=0), tl.load(last + column, mask=real, other=0)
-    here = (here > 0) & (number > low[None, :]) & (number <= high[None, :])
-    weight = tl.load(probs + token * experts + of[None, :], mask=mask & here, other=0)
-    out = token * physicals + column[None, :]
-    tl.store(served + out, here.to(tl.uint8), mask=mask)
-    tl.store(given + out, weight, mask=mask)
+    here = (here > 0) & (number > low.to(tl.int32)[None, :]) & (number <= high.to(tl.int32)[None, :])
+    weight = tl.load(probs + first_token * experts + inside, mask=mask & here, other=0)
+    out = each * physicals + column[None, :]
+    tl.store(served + first_token * physicals + out, here.to(tl.uint8), mask=mask)
+    tl.store(given + first_token * physicals + out, weight, mask=mask)
 
 
 class Route(torch.autograd.Function):

@@ -46,7 +46,7 @@ from balancing.upload import upload
 
 __all__ = ["SplitKernels", "kernel_tables", "kernels_work", "launch_options", "split_tokens"]
 
-_PROGRAMS = 128  # at most; fewer than processors of any GPU with which we are used
+_PROGRAMS = 128  # at most: about as many as a GPU has processors
 _SUMMED, _COPIED = tl.constexpr(64), tl.constexpr(512)  # experts that a program adds at once, and instances it copies
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from balancing.experts.placement import ReplicaPlacement
-from balancing.experts.split.placed_split import SplitTables, place_all
+from balancing.experts.split.placed_split import split_on_host
 from balancing.experts.split.routes import route
 from balancing.experts.split.split import Splitter
 
@@ -29,15 +29,13 @@ def install(as_kernel: Callable[..., Any] | None = None) -> None:
         route = staticmethod(route)
 
         def __init__(self, placement: ReplicaPlacement, classes: int, sweeps: int, tables: torch.Tensor) -> None:
-            on_host = SplitTables(placement, None)
-            on_host.splitter = Splitter(placement, sweeps=sweeps or None)
-            self._split = place_all([on_host], None)[0].split
+            self._splitter = Splitter(placement, sweeps=sweeps or None)
 
         def __call__(self, load: torch.Tensor, *how: Any) -> tuple[torch.Tensor, ...]:
             def kernel(load: torch.Tensor) -> tuple[torch.Tensor, ...]:
-                split = self._split(load.numpy(), *how)
+                split = split_on_host(self._splitter, load.numpy(), *how)
                 fields = split if split.late is not None else split[:4]
-                return tuple(load.new_empty(x.shape).copy_(torch.as_tensor(x)) for x in fields)
+                return tuple(load.new_empty(x.shape).copy_(torch.from_numpy(x)) for x in fields)
 
             return run(kernel, load)
 
