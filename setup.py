@@ -31,7 +31,8 @@ setup(
     entry_points={"verl.plugins": ["balanced = megatron.balanced.loops.verl_plugin"]},
     install_requires=[
         "megatron-core>=0.18.0,<0.20",  # pretrain_gpt.py asks for 0.19
-        "torch>=2.10.0a0,<2.16",  # 2.9 cannot tell which flash kernels are active; containers have builds before a release
+        # 2.9 cannot tell which flash kernels are active. Containers have builds before a release.
+        "torch>=2.10.0a0,<2.16",
         "numpy",
         "einops",  # Megatron cuts several distributed-optimizer instances and hierarchical groups with it
         "psutil",  # torch_dist checkpoints import it, and the wheel does not ask for it

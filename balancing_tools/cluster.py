@@ -11,9 +11,10 @@ cannot measure are written as null and printed as not measured. Latencies that t
 the output names those that were measured.
 
 Rates by length (`balancing.cluster.rates`) are those of the first rank. Attention runs through PyTorch's
-scaled_dot_product_attention on documents of one length, with each backend that the device has, and grouped products
-through torch._grouped_mm, on a CPU through one product after another. What an operation of the engine of sequences
-costs the host is not measured here: it stays that of `presets.H100`. The GPU's part has not run on a GPU.
+scaled_dot_product_attention on documents of one length, with each backend that the device has, and products of experts
+in each way that it has: one after the other, by Transformer Engine and by PyTorch's grouped product. What an operation
+of the engine of sequences costs the host is not measured here: it stays that of `presets.H100`. The GPU's part has not
+run on a GPU.
 """
 
 import argparse
@@ -21,7 +22,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,9 +37,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from balancing.cluster import PRESETS, Cluster
 from balancing.cluster.measured_links import gather_values, measure_links, seconds_now
 from balancing.cluster.presets import H100
-from balancing.cluster.rates import AttentionPoint, KernelPoints, Rates, attention_curve, causal_pairs
+from balancing.cluster.rates import (
+    AttentionPoint,
+    KernelPoints,
+    ProductPoints,
+    Rates,
+    attention_curve,
+    causal_pairs,
+    product_curve,
+)
 from balancing.command_line import Parser, whole_number
 from balancing.files import check_output
+from balancing.kernels.expert_choice import GEMMS, TITLES, Gemm
 from balancing.launch import detect_launch, detect_nics, host_memory
 
 __all__ = [
@@ -136,15 +146,15 @@ def measure_rates(device: torch.device) -> Rates:
             errors.append(f"{name}: {str(error).strip().splitlines()[0]}")
     if not kernels:
         raise RuntimeError(f"no backend of attention runs on {device}: {'; '.join(errors)}")
-    products = _rising([(rows, _grouped_rate(rows, sizes, device)) for rows in sizes.rows])
+    products = dict(_products(sizes, device))
     payload, target = (torch.ones(sizes.copied, dtype=torch.uint8, device=device) for _ in range(2))
     return Rates(
         kernel=kernels[0][0],
         attention=tuple(kernels),
-        products=tuple(products),
+        gemm="te" if "te" in products else "sequential",
+        products=tuple(products.items()),
         operation_seconds=H100.operation_seconds,
         post_seconds=H100.post_seconds,
-        group_seconds=_started_seconds(sizes, device),
         copy_bandwidth=sizes.copied / _median(lambda: target.copy_(payload), device),
         source=f"{device.type}, torch {torch.__version__}; operation_seconds and post_seconds: {H100.source}",
     )
@@ -176,28 +186,36 @@ def _attention_points(backend: SDPBackend, sizes: _Sizes, device: torch.device) 
     )
 
 
-def _grouped_rate(rows: int, sizes: _Sizes, device: torch.device) -> float:
-    """FLOP/s of products of groups of `rows` rows, forward."""
+def _products(sizes: _Sizes, device: torch.device) -> Iterator[tuple[str, ProductPoints]]:
+    """(name, points) of each way to multiply experts that the device has."""
+    for name in GEMMS if device.type == "cuda" else ("sequential",):
+        try:
+            points = _rising([(rows, _product_rate(GEMMS[name], rows, sizes, device)) for rows in sizes.rows])
+            started = 0.0 if name == "torch" else _started_seconds(GEMMS[name], sizes, device)
+        except Exception:  # not installed, or not for this GPU
+            if name == "sequential":
+                raise
+            continue
+        yield name, ProductPoints(tuple(points), started)
+
+
+def _product_rate(gemm: Gemm, rows: int, sizes: _Sizes, device: torch.device) -> float:
+    """FLOP/s of products of experts with `rows` rows, forward."""
     groups, width = sizes.rows[-1] // rows, sizes.width
     inputs = torch.randn(groups * rows, width, device=device).to(sizes.dtype)
-    weights = torch.randn(groups, width, width, device=device).to(sizes.dtype)
-    ends = torch.arange(1, groups + 1, device=device, dtype=torch.int32) * rows
-    if device.type == "cuda" and hasattr(torch, "_grouped_mm"):
-        seconds = _median(lambda: torch._grouped_mm(inputs, weights, offs=ends), device)
-    else:
-        parts = inputs.split(rows)
-        seconds = _median(lambda: [part @ weight for part, weight in zip(parts, weights, strict=True)], device)
-    return 2.0 * groups * rows * width**2 / seconds
+    run = gemm([torch.nn.Parameter(torch.randn(width, width, device=device).to(sizes.dtype)) for _ in range(groups)])
+    return 2.0 * groups * rows * width**2 / _median(lambda: run(inputs, [rows] * groups), device)
 
 
-def _started_seconds(sizes: _Sizes, device: torch.device) -> float:
+def _started_seconds(gemm: Gemm, sizes: _Sizes, device: torch.device) -> float:
     """Seconds of the host to start one small product from Python, of three: forward, and two of the backward pass."""
-    inputs = torch.randn(_GROUPS, 16, sizes.head, device=device, requires_grad=True)
-    weights = torch.randn(_GROUPS, sizes.head, sizes.head, device=device, requires_grad=True)
+    inputs = torch.randn(_GROUPS * 16, sizes.head, device=device).to(sizes.dtype).requires_grad_()
+    size = sizes.head, sizes.head
+    weights = [torch.nn.Parameter(torch.randn(size, device=device).to(sizes.dtype)) for _ in range(_GROUPS)]
+    run = gemm(weights)
 
     def products() -> None:
-        found = [part @ weight for part, weight in zip(inputs, weights, strict=True)]
-        torch.autograd.grad(torch.stack(found).sum(), (inputs, weights))
+        torch.autograd.grad(run(inputs, [16] * _GROUPS).sum(), (inputs, *weights))
 
     return _median(products, device) / (3 * _GROUPS)
 
@@ -365,11 +383,13 @@ def _of_rates(cluster: Cluster) -> list[tuple[str, str]]:
             curve = attention_curve(getattr(points, way))
             row = f"a row costs {curve.row:.0f} more keys, a piece {curve.piece:.0f} more pairs"
             lines.append((f"attention, {name}, {way}", f"{_quantity(curve.flops, 'FLOP/s')}; {row}"))
-    grouped = f"{_quantity(rates.grouped.flops, 'FLOP/s')}; a group costs {rates.grouped.group:.0f} more rows"
+    for name, ways in rates.products:
+        rows = product_curve(ways.rows)
+        row = f"an expert costs {rows.group:.0f} more rows, and the host {ways.group_seconds * 1e6:.0f} us"
+        lines.append((f"experts, {TITLES.get(name, name)}", f"{_quantity(rows.flops, 'FLOP/s')}; {row}"))
     host = f"{rates.operation_seconds * 1e6:.0f} us, a message {rates.post_seconds * 1e6:.0f} us"
     return [
         *lines,
-        ("grouped products", f"{grouped}, and the host {rates.group_seconds * 1e6:.0f} us"),
         ("host, engine's operation", host),
         ("copies", _quantity(rates.copy_bandwidth, "B/s")),
         ("rates are", ("measured: " if rates.measured else "not measured here: ") + rates.source),

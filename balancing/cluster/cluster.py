@@ -297,6 +297,13 @@ class Cluster:
             return self
         return min((replace(self, rates=replace(self.rates, kernel=name)) for name in known), key=_long_seconds)
 
+    def with_gemm(self, name: str) -> Self:
+        """The same hardware with experts planned as the products `name` of `Rates.products` compute them, if their
+        rates are known."""
+        if self.rates is None or name not in dict(self.rates.products):
+            return self
+        return replace(self, rates=replace(self.rates, gemm=name))
+
 
 def _long_seconds(cluster: Cluster) -> float:
     """Seconds of a FLOP of attention on long documents and of the 2.5 of its backward pass."""

@@ -194,8 +194,9 @@ def _with(
         rates,
         kernel=rates.kernel if kernel is None else kernel,
         attention=tuple(known.items()),
-        products=rates.products if products is None else product_points(products),
         source=f"{said}; the rest: {rates.source}",
         measured=False,
     )
+    if products is not None:  # those that the job has, whichever these are
+        measured = measured.with_products(product_points(products))
     return replace(base, flops=flops, rates=measured)

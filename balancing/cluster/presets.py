@@ -9,9 +9,11 @@ Measured on 2026-11-26 on one NVIDIA H100 80GB HBM3, driver 580.159.04, torch 2.
 - fa3: FlashAttention 3, read by eye (+-3 %) from a figure of MagiAttention's documentation (cp_benchmark.md, H100,
   64 heads and 8 key heads). Points up to 4k tokens are estimates: they are packed calls of eight times as many tokens,
   whose lengths are not given.
-- Grouped products: torch._grouped_mm, forward and backward, of experts of Mixtral 8x7B, Qwen3-30B-A3B and DeepSeek-V3.
-  Transformer Engine's grouped products, which Megatron-LM 0.19.2 takes, are as fast with many rows. They start the
-  product of each group apart, in 48 us: 4.67 and 5.19 ms for the six products of 16 and 18 fine experts.
+- Products of experts of Mixtral 8x7B, Qwen3-30B-A3B and DeepSeek-V3, forward and backward. PyTorch's grouped product is
+  one kernel. Transformer Engine's and SequentialMLP's start the product of each expert apart, in 48 and 58 us: 4.67 and
+  5.56 ms for the six products of 16 fine experts. Their rates with few rows, where the host is slower, are PyTorch's.
+  An H200 measured the same within 6 % on 2026-11-27, SequentialMLP's host 70 us. Planners assume Transformer Engine's
+  unless they are told others (`Cluster.with_gemm`).
 - The host: 14.3, 8.6 and 8.5 ms for the 132, 84 and 84 operations that `balancing.sequences.rounds` counted for a layer
   with `chunks` (8 turns), `zones` and `ring`. That engine started each message by itself. For the present one 104 us is
   derived, not measured on a GPU: the four measured plans differ in Python's work by 3.9 times and in launches by 2.5,
@@ -23,7 +25,7 @@ Measured on 2026-11-26 on one NVIDIA H100 80GB HBM3, driver 580.159.04, torch 2.
 
 from functools import cache
 
-from balancing.cluster.rates import AttentionPoint, KernelPoints, Rates
+from balancing.cluster.rates import AttentionPoint, KernelPoints, ProductPoints, Rates
 
 __all__ = ["H100", "rates_of"]
 
@@ -32,6 +34,8 @@ def _documents(points: dict[int, float]) -> tuple[AttentionPoint, ...]:
     """Points of whole documents. points: TFLOP/s by tokens."""
     return tuple(AttentionPoint(tokens, tokens, rate * 1e12) for tokens, rate in points.items())
 
+
+_FEW_ROWS = ((1820, 470.3e12), (2048, 491.1e12))
 
 H100 = Rates(
     kernel="fa2",
@@ -43,10 +47,14 @@ H100 = Rates(
         ("fa3", KernelPoints(_documents({512: 357, 1024: 483, 2048: 543, 4096: 584, 32768: 680}),
                                 _documents({512: 206, 1024: 318, 2048: 375, 4096: 425, 32768: 586}))),
     ),
-    products=((1820, 470.3e12), (2048, 491.1e12), (2731, 577.9e12), (4096, 614.5e12), (8192, 577.6e12)),
+    gemm="te",
+    products=(
+        ("sequential", ProductPoints((*_FEW_ROWS, (2731, 568.5e12), (4096, 585.9e12), (8192, 645.8e12)), 58e-6)),
+        ("te", ProductPoints((*_FEW_ROWS, (2731, 563.6e12), (4096, 598.1e12), (8192, 626.5e12)), 48e-6)),
+        ("torch", ProductPoints((*_FEW_ROWS, (2731, 577.9e12), (4096, 614.5e12), (8192, 577.6e12)))),
+    ),
     operation_seconds=104e-6,
     post_seconds=52e-6,
-    group_seconds=48e-6,
     copy_bandwidth=3.0e12,
     source="one H100 80GB HBM3, 2026-11-26, commit 7c0c1ac; fa3: MagiAttention's cp_benchmark.md, read by eye",
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Measured rates of one device: attention by kernel and length, grouped products by rows, seconds of the host.
+"""Measured rates of one device: attention by kernel and length, products of experts by kernel and rows, the host.
 
 A data sheet has one rate. A GPU computes attention of short documents at a tenth of it, grouped products of few rows at
 half of it, and its host needs 75 us for an operation that the device does in 10. `Rates` holds measured points, and
@@ -7,7 +7,8 @@ curves of two or three constants through them that planners read:
 - Attention of a piece takes as long as its query-key pairs in whole tiles of 128 x 128, plus `row` keys for each query
   (in whole rows of 128), plus `piece` pairs. A row of tiles has to load its queries and to write its output however
   few keys it sees. Times of pieces add up.
-- A grouped product takes as long as its rows, plus `group` rows for each group.
+- Products of experts take as long as their rows, plus `group` rows for each expert, or as long as the host needs to
+  start those of each expert, where they are started apart.
 
 Points of another machine may be scaled by the ratio of data-sheet rates (`Rates.times`); `measured` is then False.
 """
@@ -30,9 +31,11 @@ __all__ = [
     "AttentionPoint",
     "KernelPoints",
     "ProductCurve",
+    "ProductPoints",
     "Rates",
     "attention_curve",
     "causal_pairs",
+    "product_curve",
 ]
 
 # FLOP/s of flash attention over those of large matrix products, where nothing was measured: 0.57 on H200, 0.72 on A800.
@@ -100,15 +103,27 @@ class KernelPoints:
 
 
 @dataclass(frozen=True)
+class ProductPoints:
+    """Measured products of experts in one way.
+
+    rows: (rows of an expert, FLOP/s), by rows.
+    group_seconds: of the host for each expert of a product, where products are started one by one; 0 for one kernel.
+    """
+
+    rows: tuple[tuple[int, float], ...]
+    group_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
 class Rates:
     """What a device and its host reach.
 
     kernel: the name in `attention` that planners plan with.
     attention: (name, points) of each measured kernel.
-    products: (rows of a group, FLOP/s) of grouped products, by rows.
+    gemm: the name in `products` that planners plan with.
+    products: (name, points) of each measured way to multiply experts, as in `balancing.kernels.expert_choice.TITLES`.
     operation_seconds: seconds of the host for one operation of `balancing.sequences.engine`, from Python.
     post_seconds: seconds of the host to start one message.
-    group_seconds: of the host for each group of a product, where products are started one by one; 0 for one kernel.
     copy_bandwidth: bytes/s that the device copies in its memory.
     source: where and when this was measured.
     measured: whether all of this was measured on such a device; False for points that are scaled from another one.
@@ -120,10 +135,10 @@ class Rates:
 
     kernel: str
     attention: tuple[tuple[str, KernelPoints], ...]
-    products: tuple[tuple[int, float], ...]
+    gemm: str
+    products: tuple[tuple[str, ProductPoints], ...]
     operation_seconds: float
     post_seconds: float
-    group_seconds: float
     copy_bandwidth: float
     source: str
     measured: bool = True
@@ -134,13 +149,19 @@ class Rates:
                 _check_attention(f"rates.attention.{name}.{direction}", getattr(points, direction))
         if self.kernel not in dict(self.attention):
             raise ValueError(f"rates.kernel={self.kernel!r} has no entry in rates.attention")
-        _check_products("rates.products", self.products)
-        for name in ("operation_seconds", "post_seconds", "group_seconds"):
+        for name, ways in self.products:
+            _check_products(f"rates.products.{name}", ways.rows)
+            _check_number(f"rates.products.{name}.group_seconds", ways.group_seconds, least=0.0)
+        if self.gemm not in dict(self.products):
+            raise ValueError(f"rates.gemm={self.gemm!r} has no entry in rates.products")
+        for name in ("operation_seconds", "post_seconds"):
             _check_number(f"rates.{name}", getattr(self, name), least=0.0)
         _check_number("rates.copy_bandwidth", self.copy_bandwidth)
 
     def __hash__(self) -> int:
-        return hash((self.kernel, self.source, self.operation_seconds))  # a cluster is a key of caches: this is quick
+        return hash(
+            (self.kernel, self.gemm, self.source, self.operation_seconds)
+        )  # a cluster is a key of caches: this is quick
 
     @property
     def forward(self) -> AttentionCurve:
@@ -154,8 +175,17 @@ class Rates:
 
     @property
     def grouped(self) -> ProductCurve:
-        """The curve of grouped products."""
-        return product_curve(self.products)
+        """The curve of the planned products of experts."""
+        return product_curve(dict(self.products)[self.gemm].rows)
+
+    @property
+    def group_seconds(self) -> float:
+        """`ProductPoints.group_seconds` of the planned products."""
+        return dict(self.products)[self.gemm].group_seconds
+
+    def with_products(self, rows: tuple[tuple[int, float], ...]) -> Self:
+        """These rates with other points of products, however experts are multiplied."""
+        return replace(self, products=tuple((name, replace(ways, rows=rows)) for name, ways in self.products))
 
     def times(self, factor: float, source: str, *, attention: float | None = None, memory: float = 1.0) -> Self:
         """The rates of a device that is `factor` times as fast, with the host as it is.
@@ -173,7 +203,8 @@ class Rates:
             self,
             attention=tuple((name, KernelPoints(faster(each.forward), faster(each.backward)))
                             for name, each in self.attention),
-            products=tuple((rows, flops * factor) for rows, flops in self.products),
+            products=tuple((name, replace(each, rows=tuple((rows, flops * factor) for rows, flops in each.rows)))
+                           for name, each in self.products),
             copy_bandwidth=self.copy_bandwidth * memory,
             source=source,
             measured=False,
@@ -186,8 +217,9 @@ class Rates:
         """Rates that do not depend on lengths and rows, of a device with `flops` in large products."""
         curve = AttentionCurve(flops * ONE_RATE, 0.0, 0.0)
         points = KernelPoints(attention_points(curve), attention_points(curve))
-        rows, host = product_points(ProductCurve(flops, 0.0)), (operation_seconds, post_seconds, 0.0)
-        return cls("one rate", (("one rate", points),), rows, *host, copy_bandwidth, source, measured=False)
+        products = ProductPoints(product_points(ProductCurve(flops, 0.0)))
+        curves = ("one rate", (("one rate", points),), "one rate", (("one rate", products),))
+        return cls(*curves, operation_seconds, post_seconds, copy_bandwidth, source, measured=False)
 
     def to_json(self) -> dict[str, Any]:
         """An object for `from_json`."""
@@ -198,10 +230,13 @@ class Rates:
                        "backward": [list(point) for point in each.backward]}
                 for name, each in self.attention
             },
-            "products": [list(point) for point in self.products],
+            "gemm": self.gemm,
+            "products": {
+                name: {"rows": [list(point) for point in each.rows], "group_seconds": float(each.group_seconds)}
+                for name, each in self.products
+            },
             "operation_seconds": float(self.operation_seconds),
             "post_seconds": float(self.post_seconds),
-            "group_seconds": float(self.group_seconds),
             "copy_bandwidth": float(self.copy_bandwidth),
             "source": self.source,
             "measured": self.measured,
@@ -210,7 +245,7 @@ class Rates:
     @classmethod
     def from_json(cls, raw: object) -> Self:
         """From a JSON object of `to_json`. Raises ValueError with the entry's name for a missing or wrong one."""
-        entries = _object("rates", raw)
+        entries = _with_ways(_object("rates", raw))
         kernels = []
         for name, each in _object("rates.attention", _entry("rates", entries, "attention")).items():
             where = f"rates.attention.{name}"
@@ -220,13 +255,28 @@ class Rates:
             }
             points = (tuple(AttentionPoint(*row) for row in rows) for rows in both.values())
             kernels.append((name, KernelPoints(*points)))
-        products = _rows("rates.products", _entry("rates", entries, "products"), 2)
+        products = []
+        for name, each in _object("rates.products", _entry("rates", entries, "products")).items():
+            where = f"rates.products.{name}"
+            rows = _rows(f"{where}.rows", _entry(where, _object(where, each), "rows"), 2)
+            seconds = _entry(where, each, "group_seconds")
+            products.append((name, ProductPoints(tuple((count, flops) for count, flops in rows), seconds)))
         rest = {name: _entry("rates", entries, name) for name in cls.__dataclass_fields__
                 if name not in ("attention", "products")}  # fmt: skip
         for key in entries:
             if key not in cls.__dataclass_fields__:
                 raise ValueError(f"unknown entry rates.{key}")
-        return cls(attention=tuple(kernels), products=tuple((rows, flops) for rows, flops in products), **rest)
+        return cls(attention=tuple(kernels), products=tuple(products), **rest)
+
+
+def _with_ways(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Entries of a file from before products had names, with one list for all: as they are now."""
+    if not isinstance(rows := raw.get("products"), list):
+        return raw
+    seconds = _entry("rates", raw, "group_seconds")
+    started = {"rows": rows, "group_seconds": seconds}
+    ways = {"sequential": started, "te": started, "torch": {"rows": rows, "group_seconds": 0.0}}
+    return {name: value for name, value in raw.items() if name != "group_seconds"} | {"gemm": "te", "products": ways}
 
 
 @cache

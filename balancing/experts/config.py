@@ -43,6 +43,12 @@ class ExpertConfig:
         "filled for each pass. auto: resident if that takes at most a quarter of the free memory.",
         choices=("auto", "resident", "shared"),
     )
+    gemm: str = setting(
+        "auto",
+        "Products of experts. megatron: the model's own, one expert after the other, or grouped by Transformer Engine. "
+        "torch: PyTorch's grouped product. auto: the faster on this GPU, measured at the start; megatron on CPUs.",
+        choices=("auto", "megatron", "torch"),
+    )
     plan_interval: int = setting(1, "Iterations from one placement of replicas to the next.", least=1)
     min_gain: float = setting(
         MIN_GAIN,

@@ -1,4 +1,4 @@
-"""Kernels of attention for pieces of documents, and the choice of the fastest one.
+"""Kernels of attention for pieces of documents and products of experts, and the choice of the fastest one.
 
     base      `Kernel`, the protocol, and `Pieces`, the mask of a call. `CPU` and `PRODUCTS` run anywhere.
     flash     FlashAttention 2, 3 and 4, by PyTorch and by flash-attn
@@ -6,6 +6,7 @@
     choice    the fastest kernel that is installed and right; which kernel computes what that one refuses
     trial     comparison of a kernel with `PRODUCTS` in float64, and its speed
     timed     a kernel that records how long its calls take
+    expert_products, expert_choice   products of experts, and the choice of the faster ones
     merging   partial results merged, and gradients added; `rows` has both as Triton kernels
     pairs     query-key pairs and FLOPs, for cost models and planners
 

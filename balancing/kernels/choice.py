@@ -33,13 +33,16 @@ from balancing.kernels.trial import (
 )
 
 __all__ = [
+    "CLEARLY",
     "KERNELS",
     "Choice",
     "KernelError",
     "KernelsInTurn",
     "choose_among",
     "choose_kernel",
+    "in_one_line",
     "kernels_of_gpu",
+    "largest",
     "planned_kernels",
 ]
 
@@ -55,7 +58,7 @@ _FAMILIES = {"auto": (*KERNELS,), "flash": ("fa3", "fa4", "flash-attn", "fa2"), 
 _SWITCHED = {9: ("fa3", "fa4"), 10: ("fa4",)}  # by compute capability, beside those for all GPUs
 _TAKE_TWO_SIZES = ("cudnn", "fa3")  # those that may take values of another size than keys
 _HEAD_SIZES = range(8, 257, 8)  # that kernels for GPUs have
-_CLEARLY = 0.97  # a kernel takes the place of one before it if it needs at most this part of its time
+CLEARLY = 0.97  # a kernel takes the place of one before it if it needs at most this part of its time
 
 
 class KernelError(ValueError):
@@ -150,7 +153,7 @@ def choose_among(
         costs[one.name] = seconds_a_flop(one.kernel, device, heads) if len(fit) > 1 else 0.0
     kinds = [*samples(heads)]
     own = [[costs[name], *(float(name in found and kind in found[name].refused) for kind in kinds)] for name in KERNELS]
-    for name, (cost, *refuses) in zip(KERNELS, _largest(own, device, process_group), strict=True):
+    for name, (cost, *refuses) in zip(KERNELS, largest(own, device, process_group), strict=True):
         costs[name] = cost
         for kind, refused in zip(kinds, refuses, strict=True):
             if refused and name in found:
@@ -161,7 +164,7 @@ def choose_among(
         raise KernelError(f"attention kernel {wanted} does not run here: {'; '.join(why) or 'not for this GPU'}")
     chosen = usable[0]
     for name in usable[1:]:
-        if costs[name] < _CLEARLY * costs[chosen]:
+        if costs[name] < CLEARLY * costs[chosen]:
             chosen = name
     # Not in the order of their times, so that a run repeats if the first is named.
     behind = [one for one in found.values() if not one.wrong and one.name != chosen]
@@ -219,7 +222,7 @@ class KernelsInTurn:
                 try:
                     return call(one.kernel)
                 except Exception as error:  # of whatever kind: the next kernel computes the same
-                    why = one.refused[kind] = _in_one_line(error)
+                    why = one.refused[kind] = in_one_line(error)
             if (one.title, kind) not in self._warned:
                 self._warned.add((one.title, kind))
                 warnings.warn(f"attention: {one.title} leaves {kind} to the next kernel: {why}", stacklevel=4)
@@ -257,7 +260,7 @@ def _find(loads: Mapping[str, Load]) -> tuple[list[_Found], dict[str, str]]:
         except (ModuleNotFoundError, importlib.metadata.PackageNotFoundError):
             absent[name] = ""
         except Exception as error:  # broken, built for another torch, or unknown to this torch
-            absent[name] = _in_one_line(error)
+            absent[name] = in_one_line(error)
         else:
             found.append(_Found(name, title, kernel, {}))
     return found, absent
@@ -281,7 +284,7 @@ def _compared(one: _Found, device: torch.device, heads: AttentionHeads) -> _Foun
         try:
             what, error = difference(one.kernel, device, heads, pieces)
         except Exception as failure:  # of whatever kind: it does not take them
-            refused[kind] = _in_one_line(failure)
+            refused[kind] = in_one_line(failure)
             continue
         if not error <= TOLERANCE[heads.dtype]:
             return one._replace(wrong=f"its {what} of {kind} differ by {error:.1e}")
@@ -291,7 +294,7 @@ def _compared(one: _Found, device: torch.device, heads: AttentionHeads) -> _Foun
     return checked._replace(wrong=wrong)
 
 
-def _largest(
+def largest(
     numbers: list[list[float]], device: torch.device, process_group: dist.ProcessGroup | None
 ) -> list[list[float]]:
     """The largest of each number on all ranks of the group."""
@@ -326,5 +329,6 @@ def _fallback_phrases(in_turn: Sequence[_Found]) -> Iterator[str]:
         yield f"{kind} go to {other}: {why}"
 
 
-def _in_one_line(error: Exception) -> str:
+def in_one_line(error: Exception) -> str:
+    """Class and first line of an error."""
     return f"{type(error).__name__} {(str(error).strip().splitlines() or [''])[0]}".strip()

@@ -17,7 +17,18 @@ from balancing.kernels.base import PRODUCTS, Kernel, Pieces, accumulation_dtype,
 from balancing.kernels.pairs import causal_area
 from balancing.upload import upload
 
-__all__ = ["TOLERANCE", "AttentionHeads", "difference", "kind_of", "repeats", "samples", "seconds_a_flop"]
+__all__ = [
+    "TOLERANCE",
+    "AttentionHeads",
+    "difference",
+    "in_any_order",
+    "kind_of",
+    "leave_nan",
+    "repeats",
+    "samples",
+    "seconds_a_flop",
+    "seconds_of",
+]
 
 _LONG, _SHORT = 8192, (1024,) * 8  # tokens of the pieces that are timed
 _ROUNDS = 3  # timed; one more runs before
@@ -87,21 +98,21 @@ def difference(kernel: Kernel, device: torch.device, heads: AttentionHeads, piec
     """The largest difference to float64, in norm, and of what. NaN counts as infinite."""
     q, k, v, grad = _inputs(device, heads, pieces)
     scale = heads.size**-0.5
-    _leave_nan(grad, q)
+    leave_nan(grad, q)
     if why := refusal(kernel, False, q, k, v, pieces) or refusal(kernel, True, q, k, v, pieces):
         raise ValueError(why)
     # First the kernel, so that no right result is left in the memory that it gets.
     found = [*kernel.forward(q, k, v, pieces, scale)]
     exact = q.double(), k.double(), v.double()
-    with _in_any_order():
+    with in_any_order():
         out, logsumexp = PRODUCTS.forward(*exact, pieces, scale)
     wanted = [out, logsumexp]
     # Backward gets results over more keys than those of the pieces, as from the engine.
     out, logsumexp = merge(out, logsumexp, out.flip(0), logsumexp + 0.5)
     rounded, kept = out.to(heads.dtype), logsumexp.to(accumulation_dtype(heads.dtype))
-    _leave_nan(q, k, v)
+    leave_nan(q, k, v)
     found += kernel.backward(grad, q, k, v, rounded, kept, pieces, scale)
-    with _in_any_order():
+    with in_any_order():
         wanted += PRODUCTS.backward(grad.double(), *exact, rounded.double(), kept.double(), pieces, scale)
     largest = max(float(one.norm()) for one in wanted[2:])
     worst = "results", 0.0
@@ -115,7 +126,7 @@ def difference(kernel: Kernel, device: torch.device, heads: AttentionHeads, piec
 
 
 @contextlib.contextmanager
-def _in_any_order() -> Iterator[None]:
+def in_any_order() -> Iterator[None]:
     """Products need not repeat bit for bit, which cuBLAS refuses to promise without a setting."""
     before, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(False)
@@ -125,7 +136,7 @@ def _in_any_order() -> Iterator[None]:
         torch.use_deterministic_algorithms(before, warn_only=warns)
 
 
-def _leave_nan(*like: torch.Tensor) -> None:
+def leave_nan(*like: torch.Tensor) -> None:
     """Have the memory that the next tensors like these get hold NaN."""
     for _ in range(2):
         [torch.full_like(x, math.nan, memory_format=torch.contiguous_format) for x in like]
@@ -160,7 +171,7 @@ def seconds_a_flop(kernel: Kernel, device: torch.device, heads: AttentionHeads) 
             kernel.backward(grad, q, k, v, out, logsumexp, pieces, scale)  # noqa: B023
 
         try:
-            total += _seconds(run, device) / _flops(heads, lengths)
+            total += seconds_of(run, device) / _flops(heads, lengths)
         except Exception:  # such as too little memory
             return math.inf
     return total / 2
@@ -171,7 +182,7 @@ def _flops(heads: AttentionHeads, lengths: Sequence[int]) -> float:
     return 3.5 * 2 * causal_area(lengths) * heads.heads * (heads.size + heads.value_size)
 
 
-def _seconds(run: Callable[[], None], device: torch.device) -> float:
+def seconds_of(run: Callable[[], None], device: torch.device) -> float:
     """Mean of some runs, after one."""
 
     def now() -> float:

@@ -82,9 +82,12 @@ def points() -> Iterator[Point]:
                 fitted = not mixed and lengths[0] in _FITTED
                 figures = rates[at], _rate(half, lengths), _rate(table, lengths)
                 yield Point(f"{kernel}, {way}, {name}", fitted, *figures)
-    half_rows = product_curve(tuple(point for point in H100.products if point[0] in _FITTED_ROWS))
-    for count, flops in H100.products:
-        figures = flops / 1e12, product_rate(half_rows, count) / 1e12, product_rate(H100.grouped, count) / 1e12
+    measured = dict(H100.products)["torch"].rows
+    half_rows, table = (
+        product_curve(rows) for rows in (tuple(point for point in measured if point[0] in _FITTED_ROWS), measured)
+    )
+    for count, flops in measured:
+        figures = flops / 1e12, product_rate(half_rows, count) / 1e12, product_rate(table, count) / 1e12
         yield Point(f"grouped products, {count} rows a group", count in _FITTED_ROWS, *figures)
 
 

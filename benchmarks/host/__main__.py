@@ -11,6 +11,7 @@ on the same processor (`torch.add`, about a microsecond). That multiple can be c
   forward. Launches: of kernels and of every other operation that writes memory. Messages: sends and receives, and
   collectives, each as one. Calls: functions of Python that are entered.
 - experts: a balanced MoE layer beside Megatron-LM's own.
+- preprocessing: the part `moe_preprocess` of such a layer, which balanced experts leave out of CUDA graphs.
 - report: the hooks of `--balance-report` on a transformer layer, and the wrapper around a schedule.
 
 Goals stand in parentheses. Exit code 1 if one is missed. Takes a minute on one core.
@@ -83,6 +84,7 @@ def _run(options: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     rows = _attention(options.quick)
     rows += _others(layers.experts(options.quick), "an MoE layer, forward and backward")
+    rows += _others(layers.preprocessing(options.quick), "moe_preprocess of an MoE layer, forward and backward")
     rows += _others(layers.report(), "the report's hooks, and the wrapper of a schedule")
     write_rows(options.json, rows)
     return 1 if _missed(rows) else 0

@@ -17,7 +17,7 @@ import torch
 from benchmarks.host.counting import Counted, Measured, fake_ranks, measure
 from benchmarks.replaced import replace_name
 
-__all__ = ["experts", "report"]
+__all__ = ["experts", "preprocessing", "report"]
 
 _HIDDEN, _TOKENS, _TOPK = 32, 64, 2
 _SLOTS, _EXPERTS = 2, 4  # of a rank
@@ -67,9 +67,29 @@ def experts(quick: bool) -> list[dict[str, Any]]:
     return rows
 
 
-def _moe_layer(ranks: int, full: int | None, experts: int = _EXPERTS) -> Measured:
+def preprocessing(quick: bool) -> list[dict[str, Any]]:
+    """The part `moe_preprocess` of a layer, which a CUDA graph starts in one launch and balanced experts leave out of
+    it: from the router to the dispatch of tokens, of Megatron-LM's layer and of a balanced one with full slots."""
+    rows = []
+    for ranks in (8,) if quick else (8, 64):
+        with _megatron(ranks):
+            for dispatcher in ("alltoall", "flex"):
+                for case, full in (("Megatron-LM's", None), ("no replicas", 0), ("slots full", _SLOTS)):
+                    measured = _moe_layer(ranks, full, dispatcher=dispatcher, only_preprocess=True)
+                    rows.append(_row(f"EP {ranks}, {dispatcher}, {case}", measured, None, None))
+    return rows
+
+
+def _moe_layer(
+    ranks: int,
+    full: int | None,
+    experts: int = _EXPERTS,
+    *,
+    dispatcher: str = "alltoall",
+    only_preprocess: bool = False,
+) -> Measured:
     """Forward and backward of a layer. full: slots with a replica on each rank; None for Megatron-LM's own layer.
-    experts: of a rank."""
+    experts: of a rank. dispatcher: "flex" has HybridEP as its backend. only_preprocess: of that part alone."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.mlp import MLPSubmodules
     from megatron.core.transformer.moe import token_dispatcher
@@ -83,10 +103,12 @@ def _moe_layer(ranks: int, full: int | None, experts: int = _EXPERTS) -> Measure
     if not takes_known_counts():
         gather = token_dispatcher.gather_from_sequence_parallel_region
         replace_name(token_dispatcher, "gather_from_sequence_parallel_region", with_known_counts(gather))
+    replace_name(token_dispatcher, "hybrid_ep_dispatch", token_dispatcher.hybrid_ep_dispatch or (lambda *unused: None))
     number = experts * ranks
     config = TransformerConfig(
         num_layers=1, num_attention_heads=4, hidden_size=_HIDDEN, moe_ffn_hidden_size=_HIDDEN,
-        num_moe_experts=number, moe_router_topk=_TOPK, moe_token_dispatcher_type="alltoall",
+        num_moe_experts=number, moe_router_topk=_TOPK, moe_token_dispatcher_type=dispatcher,
+        moe_flex_dispatcher_backend="hybridep",
         expert_model_parallel_size=ranks, add_bias_linear=False, gated_linear_unit=True,
         activation_func=torch.nn.functional.silu, moe_router_load_balancing_type="none",
     )  # fmt: skip
@@ -104,13 +126,20 @@ def _moe_layer(ranks: int, full: int | None, experts: int = _EXPERTS) -> Measure
         _split_at_once(counted)
         balance_layer(layer, _SLOTS)
         slots = _fill(layer, ranks, full)
+    if only_preprocess and full is not None:
+        slots = layer.experts.slots = None  # replicas are sent in any case
 
     def both() -> None:
         if slots is not None:
             slots.begin_step([layer.placement], 1)
-        layer(hidden)[0].backward(grad)
+        if only_preprocess:
+            sent = [part for part in layer.preprocess(hidden, probs, routing_map) if part.requires_grad]
+            torch.autograd.backward(sent, list(map(torch.ones_like, sent)))
+        else:
+            layer(hidden)[0].backward(grad)
         if slots is not None:
             slots.end_step()
+        if full is not None:
             layer.forget_passes()
 
     return measure(both, counted)
@@ -136,24 +165,40 @@ def _fill(layer: Any, ranks: int, full: int) -> Any:
 
 
 def _split_at_once(counted: Counted) -> None:
-    """Splits of tokens on the device are made once, and then return at once."""
+    """Splits of tokens and routes on the device are made once, and then return at once."""
     from balancing.experts.placement import ReplicaPlacement
     from balancing.experts.split import split_kernel
-    from balancing.experts.split.split import Splitter
+    from balancing.experts.split.placed_split import SplitTables, place_all
+    from balancing.experts.split.routes import route
+    from balancing.experts.split.routes_kernel import Route
     from megatron.balanced.experts import moe_layer
 
-    class SplitKernels:
-        def __init__(self, placement: ReplicaPlacement, classes: int, sweeps: int, tables: torch.Tensor) -> None:
-            self._splitter, self._served = Splitter(placement, sweeps=sweeps or None), None
+    routed: list[torch.Tensor] = []
 
-        def __call__(self, load: torch.Tensor) -> torch.Tensor:
+    class Routed(Route):
+        @staticmethod
+        def forward(ctx: Any, probs: torch.Tensor, routing_map: torch.Tensor, *split: torch.Tensor) -> Any:
             counted.launches += 1
-            if self._served is None:
-                self._served = torch.from_numpy(self._splitter(load.numpy())).contiguous()
-            return self._served
+            if not routed:
+                routed.extend(route(routing_map, probs, *split))
+            ctx.save_for_backward(split[0], routed[0])
+            ctx.experts = probs.shape[1]
+            return routed[0].detach(), routed[1].detach()
+
+    class SplitKernels:
+        route = staticmethod(lambda routing_map, probs, *split: Routed.apply(probs, routing_map, *split))
+
+        def __init__(self, placement: ReplicaPlacement, classes: int, sweeps: int, tables: torch.Tensor) -> None:
+            self._split, self._found = place_all([SplitTables(placement, None)], None)[0].split, None
+
+        def __call__(self, load: torch.Tensor, *how: Any) -> Any:
+            counted.launches += 1
+            if self._found is None:
+                self._found = tuple(map(torch.as_tensor, self._split(load.numpy(), *how)[:4]))
+            return self._found
 
     replace_name(split_kernel, "SplitKernels", SplitKernels)
-    replace_name(split_kernel, "kernels_work", lambda ranks, device: True)
+    replace_name(split_kernel, "kernels_work", lambda ranks, device, late_slots=0: True)
     replace_name(moe_layer, "is_cpu", lambda: False)
 
 

@@ -16,9 +16,9 @@ from megatron.balanced.trainer.checks.experts import (
     captures_experts,
     check_experts,
     leave_out_preprocessing,
-    map_local_graphs,
     with_captured_iterations,
 )
+from megatron.balanced.trainer.checks.graphs import map_local_graphs
 from tests.support.refusals import assert_accepted, assert_refused
 from tests.support.settings import settings
 from tests.support.training import EXACT, MOCK_DATA, MODEL, train
@@ -55,11 +55,7 @@ REFUSED = {
         settings("experts", min_gain=0.1),
         "experts.min_gain 0.1 does nothing without --balance-experts",
     ),
-    "grouped without Transformer Engine": (
-        f"{BALANCE} --moe-grouped-gemm",
-        "--moe-grouped-gemm: it needs Transformer Engine's grouped experts",
-        "use --transformer-impl transformer_engine, or drop it",
-    ),
+    "products": (f"{BALANCE} {settings('experts', gemm='fast')}", "experts.gemm fast", "auto, megatron, torch"),
     "latent attention with a norm of queries alone": (
         "--multi-latent-attention --qk-layernorm",
         "--qk-layernorm",
@@ -112,6 +108,9 @@ def test_layers_of_transformer_engine():
     assert "instead of Transformer Engine's" in note
     args.moe_grouped_gemm = args.add_bias_linear = True
     assert check_experts(args, ExpertConfig(enabled=True))[1] == []
+    args.transformer_impl = "local"
+    _, (note,) = check_experts(args, ExpertConfig(enabled=True))
+    assert "experts are grouped by PyTorch's product where experts.gemm chooses it" in note
 
 
 def test_preprocessing_is_left_out_of_graphs():
@@ -132,10 +131,11 @@ LOCAL_GRAPHS = {
     "whole layers of a hybrid model": ([], "attn mamba moe_router"),
     "experts": (["attn", "moe"], "attn moe_router"),
     "preprocessing": (["moe_router", "moe_preprocess"], "moe_router"),
+    "whole dense layers": ([], "attn mlp"),
 }
 
 
-def _map(modules: list[str], impl: str, pattern: str | None) -> tuple[str, list[str], str]:
+def _map(modules: list[str], impl: str, pattern: str | None, experts: int = 8) -> tuple[str, list[str], str]:
     from megatron.core.transformer.enums import CudaGraphModule
 
     args = argparse.Namespace(
@@ -143,17 +143,19 @@ def _map(modules: list[str], impl: str, pattern: str | None) -> tuple[str, list[
         cuda_graph_modules=[CudaGraphModule[name] for name in modules],
         transformer_impl=impl,
         hybrid_layer_pattern=pattern,
+        num_experts=experts,
     )
     assert captures_experts(args) == []
-    (note,) = map_local_graphs(args)
-    assert map_local_graphs(args) == []
+    (note,) = map_local_graphs(args, BALANCE, "why")
+    assert map_local_graphs(args, BALANCE, "why") == []
     return args.cuda_graph_impl, [module.name for module in args.cuda_graph_modules], note
 
 
 @pytest.mark.parametrize("case", LOCAL_GRAPHS)
 def test_local_graphs_leave_experts_out(pool, case):
     modules, kept = LOCAL_GRAPHS[case]
-    ((graphs, left, note),) = pool.run(1, _map, modules, "transformer_engine", "M*E" if "hybrid" in case else None)
+    pattern, experts = "M*E" if "hybrid" in case else None, 0 if "dense" in case else 8
+    ((graphs, left, note),) = pool.run(1, _map, modules, "transformer_engine", pattern, experts)
     assert graphs == "transformer_engine" and left == kept.split()
     assert f"--cuda-graph-modules {kept} in the place of --cuda-graph-impl local" in note
 

@@ -57,7 +57,7 @@ def test_on_a_gpu_nothing_waits_for_the_device(ranks):
             torch.cuda.set_sync_debug_mode("error")
             try:
                 (placed,) = place_all([SplitTables(placement, on_device.device)], on_device.device)
-                found = placed.split(on_device)
+                found = placed.split(on_device).served
             finally:
                 torch.cuda.set_sync_debug_mode("default")
             assert np.array_equal(found.cpu().numpy(), Splitter(placement)(load))
@@ -70,7 +70,7 @@ def test_more_ranks_than_the_kernels_take_are_split_on_the_host():
     load = generator.integers(0, 5000, (160, 320))
     on_device = torch.from_numpy(load).cuda()
     (placed,) = place_all([SplitTables(placement, on_device.device)], on_device.device)
-    assert np.array_equal(placed.split(on_device).cpu().numpy(), Splitter(placement)(load))
+    assert np.array_equal(placed.split(on_device).served.cpu().numpy(), Splitter(placement)(load))
 
 
 @quick

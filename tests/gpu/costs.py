@@ -347,8 +347,11 @@ def _launches(call: Callable[[], None], device: str) -> tuple[int, dict[str, tup
 EXPERTS = {
     "Mixtral 8x7B, EP 8": (4096, 14336, 1, 8192),
     "Qwen3-30B-A3B, EP 8": (2048, 768, 16, 32768),
-    "DeepSeek-V3, EP 32": (7168, 2048, 8, 32768),
+    "Qwen3-235B-A22B, EP 8": (4096, 1536, 16, 32768),
+    "DeepSeek-V3, EP 8": (7168, 2048, 32, 32768),
 }
+REPLICAS = (0, 1, 2)
+ALONE = "one expert after the other"  # in `TITLES`; it runs everywhere
 
 
 def _groups(experts: int, rows: int, skewed: bool) -> list[int]:
@@ -360,62 +363,49 @@ def _groups(experts: int, rows: int, skewed: bool) -> list[int]:
 
 
 def _experts(groups: list[int], hidden: int, size: int, place: Any) -> dict[str, Callable[[], Any]]:
-    """A gated feed-forward layer of one rank's experts, forward and backward in bf16, each way that is installed."""
-    from torch.nn.functional import linear, silu
+    """A gated feed-forward layer of one rank's experts, forward and backward in bf16, by each of the products among
+    which training chooses and that are installed."""
+    from torch.nn.functional import silu
+
+    from balancing.kernels.expert_choice import GEMMS, TITLES
 
     def matrix(*shape: int) -> Any:
         return torch.randn(*shape, device=place, dtype=torch.bfloat16).mul_(0.02).requires_grad_()
 
     rows = matrix(sum(groups), hidden)
-    up, down = matrix(len(groups), 2 * size, hidden), matrix(len(groups), hidden, size)
+    up, down = ([matrix(*sizes) for _ in groups] for sizes in ((2 * size, hidden), (hidden, size)))
+    leaves, ways = [rows, *up, *down], {}
 
-    def gated(x: Any) -> Any:
-        gate, value = x.chunk(2, dim=-1)
-        return silu(gate) * value
-
-    def trained(forward: Callable[[], Any], leaves: list[Any]) -> Callable[[], Any]:
+    def trained(first: Callable, second: Callable) -> Callable[[], Any]:
         def call() -> Any:
-            out = forward()
+            gate, value = first(rows, groups).chunk(2, dim=-1)
+            out = second(silu(gate) * value, groups)
             return torch.autograd.grad(out, leaves, torch.ones_like(out))
 
         return call
 
-    def one_by_one() -> Any:  # as SequentialMLP
-        parts = zip(rows.split(groups), up, down, strict=True)
-        return torch.cat([linear(gated(linear(part, first)), second) for part, first, second in parts])
-
-    ways = {"one by one": trained(one_by_one, [rows, up, down])}
-    if place.type == "cuda":
-        ends = torch.tensor(np.cumsum(groups), dtype=torch.int32, device=place)
-
-        def grouped() -> Any:
-            inside = gated(torch._grouped_mm(rows, up.transpose(1, 2), ends))
-            return torch._grouped_mm(inside, down.transpose(1, 2), ends)
-
-        ways["torch grouped"] = trained(grouped, [rows, up, down])
+    for name, made in GEMMS.items():
+        if place.type == "cpu" and name == "te":
+            continue
         try:
-            from transformer_engine.pytorch import GroupedLinear
+            ways[TITLES[name]] = trained(made(up), made(down))
         except ImportError:
-            return ways
-        options = {"bias": False, "params_dtype": torch.bfloat16, "device": "cuda"}
-        first, second = (
-            GroupedLinear(len(groups), *sizes, **options) for sizes in ((hidden, 2 * size), (size, hidden))
-        )
-        leaves = [rows, *first.parameters(), *second.parameters()]
-        ways["Transformer Engine grouped"] = trained(lambda: second(gated(first(rows, groups)), groups), leaves)
+            continue
     return ways
 
 
 def expert_rates(device: str, notes: Notes) -> None:
-    """TFLOP/s of a rank's experts, rows even / skewed, without and with two replicas, each way; beside the milliseconds
-    that an even share takes the best of them."""
+    """TFLOP/s of a rank's experts, rows even / skewed, without and with replicas, by each of the products; the
+    milliseconds that an even share takes the best of them, and what training would choose."""
+    from balancing.kernels.expert_choice import TITLES, ExpertSizes, choose_gemm
+
     place = local_device(device)
     for shape, (hidden, size, experts, given) in EXPERTS.items():
         rows = given
         if device == "cpu":
-            hidden, size, rows = 64, 32, 512
+            hidden, size, rows = 64, 32, 2048
         best = ("", np.inf)
-        for count in (experts, experts + 2):
+        for count in (experts + more for more in REPLICAS):
             rates: dict[str, list[str]] = {}
             for skewed in (False, True):
                 groups = _groups(count, rows, skewed)
@@ -424,7 +414,7 @@ def expert_rates(device: str, notes: Notes) -> None:
                     try:
                         took = _timed(call, device)[1]
                     except Exception as error:  # another torch has no gradient of a grouped product
-                        if way == "one by one":
+                        if way == ALONE:
                             raise
                         rates.setdefault(way, []).append(f"fails ({type(error).__name__})")
                         continue
@@ -432,43 +422,59 @@ def expert_rates(device: str, notes: Notes) -> None:
                     if took and not skewed and count == experts:
                         best = min(best, (way, took), key=lambda pair: pair[1])
             said = ", ".join(f"{way} {' / '.join(each)}" for way, each in rates.items())
-            notes.figure(f"{shape}, {experts} experts{', 2 replicas' * (count > experts)}: {said}")
+            notes.figure(f"{shape}, {experts} experts, {count - experts} replicas: {said}")
         if best[0]:
-            notes.figure(f"{shape}: an even share by {best[0]} {best[1]:.2f} ms")
+            notes.figure(f"{shape}: an even share {best[0]} {best[1]:.2f} ms")
+        sizes = ExpertSizes(torch.bfloat16, hidden, size, True, experts + REPLICAS[-1], rows)
+        choice = choose_gemm(place, sizes, "te" if TITLES["te"] in rates else "sequential")
+        notes.figure(f"{shape}: {choice.line}")
+        assert device == "cpu" or "torch" in choice.rates, choice.line
 
 
-# (expert-parallel ranks, experts)
-SPLITS = {"cuda": ((8, 128), (16, 256), (32, 256), (64, 256), (64, 512), (128, 256)), "cpu": ((8, 16),)}
+# (expert-parallel ranks, experts, instances of the hottest expert at least, late slots)
+SPLITS = {
+    "cuda": (
+        *((8, 128, 1, 0), (16, 256, 1, 0), (32, 256, 1, 0), (64, 256, 1, 0), (64, 512, 1, 0), (128, 256, 1, 0)),
+        *((64, 256, 20, 0), (64, 256, 1, 1)),
+    ),
+    "cpu": ((8, 16, 1, 0),),
+}
 
 
 def split_times(device: str, notes: Notes) -> None:
-    """Microseconds of the host and of the device for a split of tokens, and seconds of the first of a size."""
+    """Microseconds of the host and of the device for a split of tokens, and seconds of the first of a size: compiled,
+    or from Triton's cache."""
+    from balancing.experts.late import LATE_GOAL
     from balancing.experts.placement import ReplicaPlacement, color_by_rank
-    from balancing.experts.split.split import Splitter
+    from balancing.experts.split.split import Splitter, sweeps_of
     from balancing.experts.split.split_kernel import SplitKernels, kernel_tables
     from balancing.upload import upload
 
     place, draw = local_device(device), np.random.default_rng(0)
-    for ranks, experts in SPLITS[device]:
+    for ranks, experts, hottest, late in SPLITS[device]:
         home = np.arange(experts) * ranks // experts
         slots = np.stack([draw.choice(np.flatnonzero(home != rank), 2, replace=False) for rank in range(ranks)])
+        slots[(slots == 0).any(1)] = -1
+        slots[1:hottest, 0] = 0
         placement = ReplicaPlacement(home, slots, ranks_per_node=min(8, ranks))
+        placement = placement.with_late(np.full((ranks, late), -1))
         load = draw.integers(0, 1000, (ranks, experts))
         if device == "cpu":  # which has no kernels to time
             assert Splitter(placement, sweeps=4)(load).sum() == load.sum()
             notes.figure(f"{ranks} x {experts}: split by NumPy")
             continue
         classes = color_by_rank(placement)
-        kernels = SplitKernels(placement, len(classes), 4, upload(kernel_tables(placement, classes), place))
-        there = torch.from_numpy(load).to(place)
+        sweeps, tables = sweeps_of(placement, len(classes)), upload(kernel_tables(placement, classes), place)
+        kernels, there = SplitKernels(placement, len(classes), sweeps, tables), torch.from_numpy(load).to(place)
+        permille = round(1000 * LATE_GOAL) if late else None
         begin = time.perf_counter()
-        kernels(there)
+        kernels(there, range(1), permille)
         torch.cuda.synchronize()
         first = time.perf_counter() - begin
-        host, on_device = _timed(lambda: [kernels(there) for _ in range(20)], device)  # noqa: B023
-        notes.figure(
-            f"{ranks} x {experts}: device {50 * on_device:.0f} us, host {50 * host:.0f} us, first {first:.1f} s"
-        )
+        host, on_device = _timed(lambda: [kernels(there, range(1), permille) for _ in range(20)], device)  # noqa: B023
+        how = f"{ranks} x {experts}" + f", {hottest} instances" * (hottest > 1) + ", late copies" * late
+        turns = f"{sweeps * len(classes)} turns"
+        notes.figure(f"{how}: device {50 * on_device:.0f} us ({turns}), host {50 * host:.0f} us, first {first:.1f} s")
 
 
 # A layer as in Mixtral 8x7B over 8 ranks, two experts a token. (tokens of a rank, hidden size, size of an expert)
@@ -503,8 +509,8 @@ def moe_shares(device: str, notes: Notes) -> None:
             try:
                 took[way] = _timed(call, device)[1]
             except Exception:  # rows that a grouped product does not take
-                if way == "one by one":
+                if way == ALONE:
                     raise
         way = min(took, key=lambda way: took[way])
-        times = f", one by one {took['one by one']:.2f} ms, {way} {took[way]:.2f} ms" if took[way] else ""
+        times = f", {ALONE} {took[ALONE]:.2f} ms, {way} {took[way]:.2f} ms" if took[way] else ""
         notes.figure(f"{name}: {rows[name]} rows{times}")

@@ -12,14 +12,17 @@ from tests.support.pool import single_threaded
 
 
 def splits(device: str, sizes: tuple[int, ...]) -> int:
-    """Split loads with the kernels and with NumPy, which must agree. How many there were."""
+    """Split loads with the kernel and with NumPy, which must agree, on a GPU in a graph, too. How many there were."""
     import torch
 
     from balancing.experts.placement import ReplicaPlacement, color_by_rank
+    from balancing.experts.split import split_kernel
     from balancing.experts.split.split import Splitter
     from balancing.experts.split.split_kernel import SplitKernels, kernel_tables
     from balancing.upload import upload
 
+    if device == "cpu":
+        split_kernel._PROGRAMS = 2  # interpreted one after another
     generator, done = np.random.default_rng(0), 0
     for ranks in sizes:
         home = np.arange(2 * ranks) // 2
@@ -31,8 +34,16 @@ def splits(device: str, sizes: tuple[int, ...]) -> int:
                 classes = color_by_rank(placement)
                 tables = upload(kernel_tables(placement, classes), torch.device(device))
                 kernels = SplitKernels(placement, len(classes), 4, tables)
-                found = kernels(torch.from_numpy(load).to(device)).cpu().numpy()
-                assert np.array_equal(found, Splitter(placement, sweeps=4)(load)), (ranks, ranks_per_node, most)
+                there = torch.from_numpy(load).to(device)
+                found, expected = kernels(there)[0], Splitter(placement, sweeps=4)(load)
+                assert np.array_equal(found.cpu().numpy(), expected), (ranks, ranks_per_node, most)
+                if device == "cuda":  # a graph splits the load that it finds
+                    graph = torch.cuda.CUDAGraph()
+                    with torch.cuda.graph(graph):
+                        found = kernels(there)[0]
+                    there //= 2
+                    graph.replay()
+                    assert np.array_equal(found.cpu().numpy(), Splitter(placement, sweeps=4)(load // 2)), "in a graph"
                 done += 1
     return done
 

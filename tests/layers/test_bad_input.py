@@ -43,6 +43,11 @@ REFUSED = {
         "dropout",
         "use --attention-dropout 0 --hidden-dropout 0",
     ),
+    "no iteration to measure": (
+        {"cuda_graph_impl": "full_iteration", "cuda_graph_warmup_steps": 1},
+        "--cuda-graph-warmup-steps 1",
+        "use 3",
+    ),
     "FSDP": ({"use_megatron_fsdp": True}, "--use-megatron-fsdp", "--use-distributed-optimizer"),
     "prediction on the first stage": (
         {"pipeline_model_parallel_layout": "Et|tt|ttm|L"},
@@ -99,6 +104,20 @@ def test_a_distributed_optimizer_is_saved_for_any_layout():
     assert any("dropout" in note for note in notes)
 
 
+def test_decisions_are_seldom_where_iterations_are_captured():
+    given = {"cuda_graph_impl": "full_iteration", "cuda_graph_warmup_steps": 3}
+    on, (note,) = check_layers(_args(**given), ON)
+    assert on.interval == 50 and "every 50 iterations" in note and "after a move 4 iterations run" in note
+    on, (note,) = check_layers(_args(**given), LayerConfig(enabled=True, interval=4))  # which would replay none
+    assert on.interval == 100 and "every 100 iterations" in note
+
+
+def test_local_graphs_of_layers_that_move():
+    args = _args(cuda_graph_impl="local", cuda_graph_modules=[], num_experts=None, transformer_impl="local")
+    on, (note,) = check_layers(args, ON)
+    assert on.enabled and args.cuda_graph_impl == "none" and "switches --cuda-graph-impl local off" in note
+
+
 def test_values_out_of_range():
     for wrong in ({"interval": 0}, {"min_gain": 1.0}, {"min_gain": -0.1}):
         with pytest.raises(ValueError, match="must be at least"):
@@ -144,11 +163,6 @@ FLAGS = {
     "release": ("--repack-throughput-floor 0.9", "--repack-throughput-floor 0.9 does nothing without --balance-layers"),
     "interval": ("--layer-balance-interval 50", "--layer-balance-interval 50 does nothing without --balance-layers"),
     "once": ("--balance-layers --balance-layers-once", "--balance-layers is incompatible with --balance-layers-once"),
-    "graphs": (
-        "--pipeline-model-parallel-size 2 --balance-layers --cuda-graph-impl local",
-        "--cuda-graph-impl local",
-        "transformer_engine",
-    ),
 }
 
 

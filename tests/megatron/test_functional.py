@@ -20,7 +20,7 @@ from tests.support.recipe_files import Recipe, read_recipes
 from tests.support.recipes import BALANCERS, Verdict, command_line, verdicts
 from tests.support.sampled import sampled
 from tests.support.shrink import LEFT_OUT, Small, for_cpu, shrink
-from tests.support.stand_ins import offloaded_activations
+from tests.support.stand_ins import gated_delta_net, offloaded_activations
 from tests.support.training import MOCK_DATA, RankRun, Run, differences, join, train_rank
 from tests.together.test_structures import _place_at_random
 
@@ -168,13 +168,15 @@ def _rank(flags: dict[str, Any], balancers: tuple[str, ...], extra: list[str]) -
     argv, _ = command_line(Recipe("", flags), parser)
     planned = _place_at_random() if EXPERTS in balancers else {}
     moved = _move_one_layer() if LAYERS in balancers else []
+    if flags.get("experimental_attention_variant") == "gated_delta_net":
+        gated_delta_net.install()
     if flags.get("fine_grained_activation_offloading"):
         offloaded_activations.install()
     run = train_rank([*argv, *extra, *balancers], True)
     return run, any(used for _, _, used in planned.values()), bool(moved)
 
 
-def _train(pool: Pool, small: Small, balancers: tuple[str, ...], extra: list[str]) -> Run:
+def train_small(pool: Pool, small: Small, balancers: tuple[str, ...], extra: list[str]) -> Run:
     ranks = pool.run(small.ranks, _rank, dict(small.flags), balancers, extra)
     if EXPERTS in balancers:
         assert any(used for _, used, _ in ranks), "no replica was tried"
@@ -198,10 +200,12 @@ def test_balanced_equals_unbalanced(request, pool, corpus, tmp_path, name):
         extra = [*extra, "--ckpt-format", "torch"]
     if spreads:  # documents of all lengths, and weights that do not depend on the layout
         packed = [*corpus, "--dataloader-inter-document-masking"]
-        _train(workers, plain, (), [*packed, *f"--lr 0 --train-iters 1 --save {tmp_path} --save-interval 1".split()])
+        train_small(
+            workers, plain, (), [*packed, *f"--lr 0 --train-iters 1 --save {tmp_path} --save-interval 1".split()]
+        )
         extra = [*packed, *f"--load {tmp_path} --finetune --no-load-optim --no-load-rng".split()]
-    run = _train(workers, for_cpu(small, spreads=spreads), balancers, extra)
-    reference = _train(workers, plain, (), extra)
+    run = train_small(workers, for_cpu(small, spreads=spreads), balancers, extra)
+    reference = train_small(workers, plain, (), extra)
     losses, parameters = differences(run, reference)
     of_losses, of_parameters = SINGLE_TOLERANCE if te or muon else (TOLERANCE, TOLERANCE)
     assert losses <= of_losses

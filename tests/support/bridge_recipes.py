@@ -12,18 +12,21 @@ import copy
 import dataclasses
 import importlib
 import inspect
+import json
 import pkgutil
 import re
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from tests.support.families import CANNOT_TRAIN, CHANGED, Chosen, changes
 from tests.support.limits import DOCS
 from tests.support.packages_apart import version
 
-__all__ = ["BEGIN", "END", "PAGE", "markdown", "written"]
+__all__ = ["BEGIN", "END", "PAGE", "families", "markdown", "write_chosen", "written"]
 
 PAGE = DOCS / "recipes.md"
 BEGIN = "<!-- python -m tests.support.bridge_recipes writes what follows -->\n"
@@ -76,13 +79,19 @@ class Found:
     """A recipe, and what the checks say of it.
 
     said: balancer, or "report" -> whether it is refused, and the lines: flags that refuse it with the reason, or notes.
-    Without those that have nothing to balance.
+    Without those that have nothing to balance. flags: as in a recipe file.
     """
 
     name: str
     family: str
     number_format: str
     said: Mapping[str, tuple[bool, tuple[str, ...]]]
+    flags: Mapping[str, Any]
+
+    @property
+    def accepted(self) -> tuple[str, ...]:
+        """The balancers that apply and accept it."""
+        return tuple(of for of in BALANCERS if of in self.said and not self.said[of][0])
 
 
 # Recipes as flags.
@@ -121,6 +130,11 @@ def _made() -> tuple[dict[tuple[str, str], Any], dict[str, str]]:
     return configs, failed
 
 
+def ranks_of(name: str) -> int:
+    """The ranks of a recipe, which its name tells."""
+    return int(re.findall(r"(\d+)gpu", name)[0])
+
+
 def _plain(name: str, value: Any) -> Any:
     """The value of a field as the command line would store it."""
     if name in ("cuda_graph_modules", "cuda_graph_scope_deprecated"):
@@ -150,11 +164,37 @@ def _flags(config: Any, name: str, defaults: argparse.Namespace) -> argparse.Nam
         flag = _NAMES.get(field, field)
         if hasattr(args, flag):
             setattr(args, flag, _plain(flag, value))
-    args.world_size = int(re.findall(r"(\d+)gpu", name)[0])
+    args.world_size = ranks_of(name)
     args.sft = "_sft_" in name or "_lora_" in name
     args.gtp_weight_remat_size = 1
     settle_graphs(args)
+    activation = getattr(config.model.activation_func, "__name__", "")
+    gated = config.model.gated_linear_unit
+    args.swiglu, args.quick_geglu = gated and activation == "silu", gated and activation == "quick_gelu"
+    args.squared_relu = activation == "squared_relu"
+    args.untie_embeddings_and_output_weights = not config.model.share_embeddings_and_output_weights
     return args
+
+
+def _as_recipe(args: argparse.Namespace, defaults: argparse.Namespace, parser: argparse.ArgumentParser) -> dict:
+    """The flags with which a command line would give `args`, as in a recipe file. What has no flag is left out."""
+    flags: dict[str, Any] = {}
+    for field, value in vars(args).items():
+        actions = [action for action in parser._actions if action.dest == field and action.option_strings]
+        if value is None or value == [] or not actions or value == getattr(defaults, field):
+            continue
+        fits = [action for action in actions if (action.nargs == 0) == isinstance(value, bool)]
+        fits = [action for action in fits if not isinstance(value, bool) or action.const is value]
+        if fits:
+            name = max(fits[0].option_strings, key=len).removeprefix("--").replace("-", "_")
+            if name == "cuda_graph_modules":
+                value = [module.name for module in value]
+            if fits[0].type is int and isinstance(value, float):
+                value = int(value)
+            if isinstance(value, list | tuple) and fits[0].nargs is None:
+                value = ",".join(map(str, value)) if name == "window_size" else str(list(value))
+            flags[name] = True if value is False else value
+    return flags
 
 
 # What the checks say.
@@ -198,11 +238,58 @@ def _found() -> tuple[list[Found], dict[str, str]]:
         family = next(title for title, pattern in _FAMILIES[package].items() if name.startswith(pattern))
         args = _flags(config, name, defaults)
         number_format = "NVFP4" if args.fp4 else f"fp8 {args.fp8_recipe}" if args.fp8 else "bf16"
-        found.append(Found(name, family, number_format, _said(args)))
+        found.append(Found(name, family, number_format, _said(args), _as_recipe(args, defaults, parser)))
     return found, failed
 
 
+# Those that are trained.
+
+
+def _chosen(found: Sequence[Found], family: str) -> Chosen:
+    """The recipe that stands for a family: the first that most balancers accept, in bf16 if there is one. Patterns of
+    prediction layers cannot be shrunk."""
+    of_family = [
+        recipe for recipe in found if recipe.family == family and "mtp_hybrid_override_pattern" not in recipe.flags
+    ]
+    best = max(of_family, key=lambda recipe: (len(recipe.accepted), recipe.number_format == "bf16"))
+    return Chosen(best.name, ranks_of(best.name), best.flags, tuple(f"--balance-{of}" for of in best.accepted))
+
+
+def write_chosen(path: str) -> None:
+    """Write the recipe that stands for each family to `path`: JSON of the fields of `Chosen`, by family."""
+    warnings.simplefilter("ignore")
+    found, _ = _found()
+    chosen = {family: dataclasses.asdict(_chosen(found, family)) for family in families()}
+    Path(path).write_text(json.dumps(chosen))
+
+
 # Tables.
+
+
+def families() -> list[str]:
+    """The families in the order of the tables."""
+    return sorted({title for titles in _FAMILIES.values() for title in titles})
+
+
+def _trained(found: Sequence[Found]) -> list[str]:
+    """Lines of a table: the recipe of each family that tests train, and what is changed in it; and why."""
+    lines = [
+        "Shrunk for a CPU as [below](#functional-configurations), each trains three iterations without balancers, with",
+        "each of these, and with all. Losses and parameters are equal to 1e-12 in float64, or to rounding in float32",
+        "with stand-ins for Transformer Engine. Of vision-language models it is the language model.",
+        "",
+        "| family | recipe | equal to the plain run with | changed |",
+        "|---|---|---|---|",
+    ]
+    for family in families():
+        chosen = _chosen(found, family)
+        if why := CANNOT_TRAIN.get(family):
+            lines.append(f"| {family} | none | not trained: {why} | |")
+            continue
+        changed = [f"`--{each.flag}` {each.instead or 'left out'}" for each in changes(chosen.flags)]
+        balancers = ", ".join(f"`{flag}`" for flag in chosen.balancers)
+        lines.append(f"| {family} | {chosen.name} | {balancers} | {', '.join(changed).replace('_', '-')} |")
+    return [*lines, "", *(f"- `--{each.flag.replace('_', '-')}`: {each.why}" for each in CHANGED)]
 
 
 def _cell(found: Sequence[Found], of: str) -> str:
@@ -234,10 +321,9 @@ def _marked(line: str) -> str:
 
 def markdown(found: Sequence[Found], failed: Mapping[str, str]) -> str:
     """The tables of docs/recipes.md."""
-    families = dict.fromkeys(title for titles in _FAMILIES.values() for title in titles)
     recipes = f"Megatron-Bridge {version('megatron_bridge')} has {len(found)} performance recipes with experts."
     lines = [recipes, "", f"| family | recipes | {' | '.join(_FLAGS.values())} |", "|---|---|---|---|---|---|"]
-    for family in sorted(families):
+    for family in families():
         of_family = [recipe for recipe in found if recipe.family == family]
         cells = [_cell(of_family, of) for of in _FLAGS]
         lines.append(f"| {family} | {len(of_family)} | {' | '.join(cells)} |")
@@ -252,6 +338,7 @@ def markdown(found: Sequence[Found], failed: Mapping[str, str]) -> str:
         lines += ["", f"{count} more cannot be made: {why}."]
     lines += ["", "| recipes | refused with | since |", "|---|---|---|", *_counted(found, refused=True)]
     lines += ["", "| recipes | accepted with | and a note |", "|---|---|---|", *_counted(found, refused=False)]
+    lines += ["", "### One recipe of each family", "", *_trained(found)]
     return "\n".join(lines) + "\n"
 
 

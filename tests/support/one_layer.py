@@ -26,6 +26,7 @@ class Layer:
     shared: whether slots are shared.
     split_on_device: whether the split runs as on a GPU, where no operation of ours may wait for the device.
     row_by_row: whether products of the forward pass take one row at a time.
+    gemm: products of balanced experts, as `balance_layer` takes it.
     options: of Megatron's TransformerConfig.
     """
 
@@ -37,6 +38,7 @@ class Layer:
     shared: bool = False
     split_on_device: bool = False
     row_by_row: bool = False
+    gemm: str = "megatron"
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -90,13 +92,13 @@ def _build(layer: Layer) -> Any:
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     built: Any = MoELayer(config, MoESubmodules(experts=partial(SequentialMLP, submodules=linears)), layer_number=1)
     if layer.slot_expert is not None:
-        balance_layer(built, len(layer.slot_expert[0]))
+        balance_layer(built, len(layer.slot_expert[0]), gemm=layer.gemm)
     for expert, module in zip(built.local_expert_indices, built.experts.local_experts, strict=True):
         random = torch.Generator().manual_seed(expert)
         for parameter in module.parameters():
             # Drawn in float64, so that runs in all precisions have the same weights.
             values = torch.randn(parameter.shape, generator=random, dtype=torch.float64)
-            parameter.data.copy_(values / parameter.shape[1] ** 0.5)
+            parameter.data.copy_(values / parameter.shape[-1] ** 0.5)
     return built
 
 

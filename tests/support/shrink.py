@@ -49,6 +49,7 @@ GPU_ONLY: dict[str, str] = {
     "tp_comm_overlap": _KERNELS,
     "cuda_graph_impl": _GRAPHS,
     "cuda_graph_scope": _GRAPHS,
+    "cuda_graph_modules": _GRAPHS,
     "cuda_graph_warmup_steps": _GRAPHS,
     "te_rng_tracker": _GRAPHS,
     "bf16": _PRECISION,
@@ -101,6 +102,10 @@ _SIZES = {
     "linear_value_head_dim": 8,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 8,
+    "mamba_state_dim": 8,
+    "mamba_num_groups": 2,
     "fp8_amax_history_len": 4,
     "micro_batch_size": 1,
     "eval_iters": 0,
@@ -134,7 +139,8 @@ class Small:
 
     @property
     def needs_transformer_engine(self) -> bool:
-        return any(name in self.flags for name in NEEDS_TRANSFORMER_ENGINE)
+        recomputed = self.flags.get("recompute_modules", ())
+        return "moe_act" in recomputed or any(name in self.flags for name in NEEDS_TRANSFORMER_ENGINE)
 
 
 def shrink(flags: Mapping[str, Any], ranks: int) -> Small:
@@ -148,7 +154,8 @@ def shrink(flags: Mapping[str, Any], ranks: int) -> Small:
     small |= {name: min(size, small[name]) for name, size in _SIZES.items() if name in small}
     data, ranks = _shrink_layout(small, ranks)
     _shrink_layers(small)
-    micro_batches = small.get("microbatch_group_size_per_virtual_pipeline_stage") or max(2, 4 // data)
+    stages = small.get(_PIPELINE, 1)
+    micro_batches = small.get("microbatch_group_size_per_virtual_pipeline_stage") or max(2, 4 // data, stages)
     return Small(ranks, small | {"train_iters": 3, "global_batch_size": micro_batches * data})
 
 
@@ -195,7 +202,11 @@ def _shrink_layout(small: dict[str, Any], ranks: int) -> tuple[int, int]:
 def _shrink_layers(small: dict[str, Any]) -> None:
     """Two layers a chunk, or what the layout of stages leaves; two chunks a stage where there are several."""
     stages = small.get(_PIPELINE, 1)
-    if layout := small.get("pipeline_model_parallel_layout"):
+    if pattern := small.get("hybrid_layer_pattern"):  # of one stage
+        last = max(map(pattern.index, {*pattern}))
+        small["hybrid_layer_pattern"] = pattern[: last + 2]
+        small["num_layers"] = len(small["hybrid_layer_pattern"])
+    elif layout := small.get("pipeline_model_parallel_layout"):
         chunks = _chunks_of(layout)
         kept = [chunks[0], chunks[1], chunks[-2], chunks[-1]] if len(chunks) > stages else [chunks[0], chunks[-1]]
         small["pipeline_model_parallel_layout"] = "|".join(re.sub("ttt+", "tt", chunk) for chunk in kept)
@@ -206,11 +217,13 @@ def _shrink_layers(small: dict[str, Any]) -> None:
     elif "decoder_first_pipeline_num_layers" in small:
         small["decoder_first_pipeline_num_layers"] = small["decoder_last_pipeline_num_layers"] = 1
         small["num_layers"] = 2 + (stages - 2) * 2
-    elif "account_for_embedding_in_pipeline_split" in small:
-        small["num_layers"] = stages * 2 - 2  # the embedding and the loss count as a layer each
-    elif "num_virtual_stages_per_pipeline_rank" in small:
-        small["num_virtual_stages_per_pipeline_rank"] = 2
-        small["num_layers"] = stages * 2 * 2
+    elif (
+        chunks := "num_virtual_stages_per_pipeline_rank"
+    ) in small or "account_for_embedding_in_pipeline_split" in small:
+        small |= {chunks: 2} if chunks in small else {}
+        small["num_layers"] = stages * small.get(chunks, 1) * 2
+        if "account_for_embedding_in_pipeline_split" in small:  # the embedding and the loss count as a layer each
+            small["num_layers"] -= 2
     else:
         small["num_layers"] = max(4 if stages > 1 else 2, small.get("linear_attention_freq", 0))
     if "moe_layer_freq" in small:  # dense layers, then those with experts

@@ -19,7 +19,7 @@ _FILES = {
     "experts": "batch_overlap emulated faults fusion mtp recipes replay",
     "kernels": "flash_attn rows",
     "layers": "batch_overlap empty_stages fill_training memory optimizers release",
-    "loops": "bridge example hooks layers older_megatron page sequences verl",
+    "loops": "bridge example families hooks layers older_megatron page sequences verl vision",
     "megatron": "checkpoint_errors counters dropout failure functional gpu_order gpu_packages host_waits "
     "model_extension repeatability stall versions wiring wiring_groups",
     "report": "empty_steps observer ranges",

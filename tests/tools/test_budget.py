@@ -11,9 +11,9 @@ from tests.support.patience import PATIENCE
 REPOSITORY = Path(__file__).resolve().parents[2]
 # Folders -> most lines of their Python files, rounded up to hundreds.
 MOST = {
-    ("balancing", "megatron"): 42_600,
+    ("balancing", "megatron"): 43_300,
     ("balancing_tools",): 4_900,
-    ("tests",): 50_200,
+    ("tests",): 50_500,
     ("benchmarks", "scripts"): 12_800,
 }
 

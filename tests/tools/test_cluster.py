@@ -359,8 +359,9 @@ def test_one_process_measures_itself_and_guesses_nothing(tmp_path, capsys, monke
     pairs = 2048 * 2049 / 2
     assert rates.attention[0][1].forward[-1] == (2048, 2048, pytest.approx(4 * 2 * 64 * pairs / 0.01))
     assert rates.attention[0][1].backward[-1].flops == pytest.approx(2.5 * 4 * 2 * 64 * pairs / 0.01)
-    assert [rows for rows, _ in rates.products] == [32, 128, 512]
-    assert all(flops == pytest.approx(2 * 512 * 256**2 / 0.01) for _, flops in rates.products)
+    ((name, products),) = rates.products
+    assert name == rates.gemm == "sequential" and [rows for rows, _ in products.rows] == [32, 128, 512]
+    assert all(flops == pytest.approx(2 * 512 * 256**2 / 0.01) for _, flops in products.rows)
     assert rates.copy_bandwidth == pytest.approx(2**24 / 0.01) and rates.group_seconds == pytest.approx(0.01 / 48)
     assert "operation_seconds and post_seconds: one H100" in rates.source, "these are not measured here"
     with pytest.raises(ValueError, match="nic_bandwidth is not known"):

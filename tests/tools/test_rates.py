@@ -46,9 +46,9 @@ def test_curves_of_presets_are_within_a_tenth_of_their_points(preset):
     for points in points_of(rates):
         found = [attention_rate(attention_curve(points), each.queries, each.keys) / each.flops for each in points]
         assert found == pytest.approx([1.0] * len(points), abs=ACCURACY)
-    assert [product_rate(rates.grouped, rows) / flops for rows, flops in rates.products] == pytest.approx(
-        [1.0] * len(rates.products), abs=ACCURACY
-    )
+    for _, ways in rates.products:
+        found = [product_rate(product_curve(ways.rows), rows) / flops for rows, flops in ways.rows]
+        assert found == pytest.approx([1.0] * len(found), abs=ACCURACY)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -161,8 +161,14 @@ def test_json_round_trip_and_a_file_of_the_old_form(tmp_path, caplog):
             lambda raw: forward(raw).append([1, 2]),
             r"fa2.forward\[4\]: \[1, 2\] must be a list of 3",
         ),
-        (lambda raw: raw["products"][4].__setitem__(1, 4e14), r"rates.products: 4e\+14 FLOP/s at 8192 rows"),
-        (lambda raw: raw["products"].clear(), "rates.products has rates of 0"),
+        (
+            lambda raw: raw["products"]["te"]["rows"][4].__setitem__(1, 4e14),
+            r"rates.products.te: 4e\+14 FLOP/s at 8192 rows",
+        ),
+        (lambda raw: raw["products"]["te"]["rows"].clear(), "rates.products.te has rates of 0"),
+        (lambda raw: raw["products"]["torch"].pop("group_seconds"), "rates.products.torch.group_seconds is missing"),
+        (lambda raw: raw["products"].pop("te"), "rates.gemm='te' has no entry"),
+        (lambda raw: raw.update(products=[[1, 2]]), "rates.group_seconds is missing"),
         (lambda raw: raw.update(products=None), "rates.products is missing"),
         (lambda raw: raw.update(kernel="fa9"), "rates.kernel='fa9' has no entry"),
         (
@@ -183,6 +189,21 @@ def test_bad_entries_are_refused_by_name(tmp_path, change, message):
     with pytest.raises(ValueError, match=message) as caught:
         Cluster.from_json(path)
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_files_from_before_products_had_names_are_read(tmp_path):
+    """They had one list for all products, and planned as if the host started those of each expert."""
+    path, rows = tmp_path / "cluster.json", [[512, 4e14], [2048, 5e14], [8192, 6e14]]
+    Cluster.preset("h100-8x400g").to_json(path)
+    content = json.loads(path.read_text())
+    del content["rates"]["gemm"]
+    content["rates"] |= {"products": rows, "group_seconds": 5e-5}
+    path.write_text(json.dumps(content))
+    rates = Cluster.from_json(path).rates
+    assert rates.gemm == "te" and rates.group_seconds == 5e-5
+    assert {name: (each.rows, each.group_seconds) for name, each in rates.products} == {
+        name: (tuple(map(tuple, rows)), seconds) for name, seconds in (("sequential", 5e-5), ("te", 5e-5), ("torch", 0))
+    }
 
 
 def test_rates_that_are_no_object_are_refused(tmp_path):

@@ -33,11 +33,18 @@ CASES = {
         f"{EP2} --pipeline-model-parallel-size 2 --moe-grouped-gemm {OVERLAPS} "
         f"{settings('experts', late_slots=1, plan_interval=3)}",
     ),
+    "PyTorch's products, late copies": (
+        4,
+        f"{EP2} --pipeline-model-parallel-size 2 --moe-grouped-gemm {OVERLAPS} --recompute-granularity selective "
+        f"--recompute-modules moe_act {settings('experts', late_slots=1, plan_interval=3, gemm='torch')}",
+    ),
     "grouped, PP 2, overlap": (4, f"{EP2} --pipeline-model-parallel-size 2 --moe-grouped-gemm {OVERLAPS}"),
 }
 
 
-@pytest.mark.parametrize("case", sampled(CASES, "grouped, PP 2, overlap", "grouped, late copies"))
+@pytest.mark.parametrize(
+    "case", sampled(CASES, "grouped, PP 2, overlap", "grouped, late copies", "PyTorch's products, late copies")
+)
 def test_replicas_beside_transformer_engine_change_no_number(model_of, tmp_path, case):
     ranks, flags = CASES[case]
     model = model_of(EIGHT)
@@ -48,6 +55,22 @@ def test_replicas_beside_transformer_engine_change_no_number(model_of, tmp_path,
     assert len(events_in(tmp_path, action="replicate")) > 10, "hardly anything was replicated"
     # Transformer Engine's own grouped linear layers run the experts of the reference.
     assert_close(run, model.alone("--moe-grouped-gemm --train-iters 6"), 1e-5, 1e-4)
+
+
+def _choice_beside_torch() -> tuple[str, set[str]]:
+    import torch
+
+    from balancing.kernels.expert_choice import GEMMS, ExpertSizes, choose_among_gemms
+
+    sizes = ExpertSizes(torch.float32, 32, 16, True, 4, 64)
+    choice = choose_among_gemms({name: GEMMS[name] for name in ("torch", "te")}, torch.device("cpu"), sizes)
+    return choice.line, set(choice.rates)
+
+
+def test_grouped_products_are_right_on_their_own(engine):
+    """The trial compares those that are not the model's own, and times both."""
+    ((line, timed),) = engine.run(1, _choice_beside_torch)
+    assert "left out" not in line and timed == {"torch", "te"}
 
 
 DELAYED = "--moe-token-dispatcher-type alltoall --overlap-moe-expert-parallel-comm --delay-wgrad-compute"

@@ -1,9 +1,14 @@
 """Documents spread over ranks, in a model of Transformer Engine's layers but for its attention."""
 
+import argparse
+
 import pytest
 
+from megatron.balanced.trainer.sequence_rules import why_of_one_size
 from tests.support.sampled import sampled
+from tests.support.training import join
 from tests.support.transformer_engine.model import EXPERTS, assert_close
+from tests.transformer_engine import test_captured_iterations
 
 CP2 = "--context-parallel-size 2 --balance-sequences --attention-backend auto"
 PACKED = "--dataloader-inter-document-masking --eod-mask-loss --calculate-per-token-loss"
@@ -39,3 +44,34 @@ def test_spread_documents_equal_one_rank(model_of, case):
     model, ranks, flags = CASES[case]
     model = model_of(model)
     assert_close(model.train(ranks, f"{PACKED} {flags}"), model.alone(PACKED), 1e-5, 1e-4)
+
+
+LAYERS = "--cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router moe_preprocess"
+GRAPHS = {
+    "of layers": f"--expert-model-parallel-size 2 --moe-grouped-gemm {LAYERS}",
+    "of iterations": (
+        f"{test_captured_iterations.LAYOUT} {test_captured_iterations.CAPACITY} --moe-paged-stash "
+        f"{test_captured_iterations.ITERATIONS} --train-iters 4"
+    ),
+}
+
+
+@pytest.mark.parametrize("graphs", GRAPHS)
+def test_graphs_are_switched_off_once_for_all_balancers(model_of, tmp_path, graphs):
+    """Megatron-LM reads all micro-batches ahead where an iteration may run again."""
+    model, balanced = model_of(test_captured_iterations.MODEL), f"{CP2} --balance-experts --balance-report {tmp_path}"
+    argv = model.argv(f"{PACKED} {GRAPHS[graphs]} {balanced}")
+    results = model.pool.run(2, test_captured_iterations._train, argv)
+    assert all(not seen["graphs"] for _, seen in results)
+    told = [line for output in model.pool.output for line in output.splitlines() if line.startswith("> --")]
+    (line,) = [line for line in told if "graph" in line or "moe_preprocess" in line]
+    assert line.startswith("> --balance-sequences switches --cuda-graph-impl") and "the host launches" in line
+    assert_close(join([run for run, _ in results]), model.alone(f"{PACKED} --moe-grouped-gemm"), 1e-5, 1e-4)
+
+
+def test_hybridep_gets_as_many_tokens_from_each_rank():
+    flags = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep"}
+    args = argparse.Namespace(pipeline_model_parallel_size=1, num_experts=4, **flags)
+    assert "--moe-flex-dispatcher-backend hybridep needs the same number of tokens" in (why_of_one_size(args) or "")
+    args.moe_hybridep_pad_uneven_dispatch_inputs = True
+    assert why_of_one_size(args) is None

@@ -10,8 +10,10 @@ other experts stay as they are. Experts without a common rank are divided in the
 sweeps over all experts reach the optimum.
 
 All arithmetic is on integers with a fixed number of steps, so all ranks compute the same split on any hardware. On a
-GPU, `split_kernel` computes the same split in two kernels.
+GPU, `split_kernel` computes the same split in one kernel.
 """
+
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -23,6 +25,7 @@ __all__ = [
     "LATE_SWEEPS",
     "MOST_RANKS",
     "MOST_TOKENS",
+    "RankSplit",
     "Splitter",
     "check_counts",
     "run_starts",
@@ -38,6 +41,25 @@ _TURNS = 40  # steps of all classes together; the result is well within 1 % of t
 LATE_ROUNDS, LATE_SWEEPS = 2, 8
 MOST_TOKENS = 1 << 31  # of an expert; their square must stay below 2^63
 _FULL = 1 << 50  # load of a rank that must get no tokens; sums of a few thousand such loads stay below 2^63
+
+
+class RankSplit(NamedTuple):
+    """A split, as some source ranks need it: NumPy arrays, or tensors on the device of the loads.
+
+    served: int64 [source_rank, physical], tokens of each source rank that each instance serves.
+    first, last: int64 [source, physical], of these source ranks. An instance serves those tokens of its expert,
+        numbered from 1 on their source rank, for which first < number <= last. Lower-numbered ones serve the first.
+    tokens: int64 [rank], tokens of each rank.
+    expert: int64 tensor [physical], the expert of each physical number; 0 for an empty slot.
+    late: int64 [rank, late slot], the expert in each late slot, -1 in empty ones; None without late slots.
+    """
+
+    served: Any
+    first: Any
+    last: Any
+    tokens: Any
+    expert: Any
+    late: Any = None
 
 
 def split_tokens(load: ArrayLike, placement: ReplicaPlacement, *, sweeps: int | None = None) -> np.ndarray:

@@ -1,13 +1,16 @@
-"""The split of `Splitter` on a GPU in two Triton kernels, with exactly the same result.
+"""The split of `Splitter` on a GPU in one Triton kernel, with exactly the same result.
 
 A split has about six hundred small steps that depend on each other. Launched one by one they take milliseconds between
-the router and the dispatcher of every MoE layer, while the GPU is almost idle. Here the kernel `balance` computes the
-quotas in one program. The kernel `divide` divides them over source ranks in one program per expert.
+the router and the dispatcher of every MoE layer, while the GPU is almost idle. One kernel takes them all:
 
-All vectors are over ranks. An expert has at most one instance on a rank, and the experts of a class share no rank.
-Therefore an instance is identified by its rank, and all experts of a class fit one vector. A sort or a sum over the
-instances of an expert is a masked sum over pairs of ranks. Pairs of ranks must fit the registers, so the number of
-ranks is limited.
+1. Sums: the tokens of each expert.
+2. Quotas: equal shares, then water-filling, class by class and sweep by sweep. What a turn reads was asked for one turn
+   before, and ranks exchange numbers with those of their expert's chain only.
+3. Late copies (`late_kernel`), for placements with late slots.
+4. Division of the quotas over source ranks, and the interval of each instance among the tokens of one source rank.
+
+A second launch would cost the host more than the first three steps cost the device. So each program takes them, with
+memory of its own, and then divides a part of the experts. Nothing is read from the host, so CUDA graphs may hold it.
 """
 
 import warnings
@@ -21,125 +24,126 @@ import triton.language as tl
 
 from balancing.experts.late import LateCopies
 from balancing.experts.placement import ReplicaPlacement, color_by_rank
-from balancing.experts.split.kernel_steps import COUNT, EXPERT, PHYSICAL, POSITION, ROWS, instances, pour
-from balancing.experts.split.late_kernel import add_late
+from balancing.experts.split.kernel_steps import (
+    BLOCK,
+    CELLS,
+    COUNT,
+    EXPERT,
+    PHYSICAL,
+    POSITION,
+    RANK,
+    ROWS,
+    class_cells,
+    divide,
+    pour,
+)
+from balancing.experts.split.late_kernel import add_late, late_instances, publish
+from balancing.experts.split.launching import launch
+from balancing.experts.split.routes import route
+from balancing.experts.split.routes_kernel import route_fused
 from balancing.experts.split.split import LATE_ROUNDS, LATE_SWEEPS, MOST_RANKS, Splitter
 from balancing.upload import upload
 
-__all__ = [
-    "SplitKernels",
-    "balance",
-    "divide",
-    "kernel_tables",
-    "kernels_work",
-    "launch_options",
-]
+__all__ = ["SplitKernels", "kernel_tables", "kernels_work", "launch_options", "split_tokens"]
+
+_PROGRAMS = 128  # at most; fewer than processors of any GPU with which we are used
+_SUMMED, _COPIED = tl.constexpr(64), tl.constexpr(512)  # experts that a program adds at once, and instances it copies
 
 
 def kernel_tables(placement: ReplicaPlacement, classes: list[list[int]]) -> np.ndarray:
-    """The tables of a placement that the kernels read, as one array for a single copy to the device: int32, flat.
+    """The tables of a placement that the kernel reads, as one array for a single copy to the device: int32, flat.
 
     placement: the instances, on at most MOST_RANKS ranks.
     classes: the classes of `color_by_rank`, at least one unless there are late slots.
     """
     assert placement.num_ranks <= MOST_RANKS and (classes or placement.late_slots) and not placement.late_copies
-    width = _width(placement.num_ranks)
-    chains, homes = placement.chains, placement.homes_per_rank
+    width, length = _width(placement.num_ranks), _chain(placement)
+    chains = placement.chains
     experts = np.array([expert for members in classes for expert in members], dtype=np.int64)
     count = np.array([len(chains[expert]) for expert in experts.tolist()], dtype=np.int64)
-    expert = np.repeat(experts, count)
+    row = np.repeat(np.arange(len(experts)), count)
+    expert = experts[row]
     sizes = np.array([len(members) for members in classes], dtype=np.int64)
     class_index = np.repeat(np.repeat(np.arange(len(classes)), sizes), count)
     rank = np.array([rank for expert in experts.tolist() for rank in chains[expert]], dtype=np.int64)
-    position = np.arange(len(rank)) - np.repeat(np.cumsum(count) - count, count)
-    class_tables = np.full((len(classes), ROWS.value, width), -1, dtype=np.int32)
-    rows = expert, position, np.repeat(count, count), placement.log2phys[expert, rank]
-    class_tables[class_index, :, rank] = np.stack(rows, axis=1)
+    first = np.cumsum(count) - count
+    position, physical = np.arange(len(rank)) - first[row], placement.log2phys[expert, rank]
+    by_class = np.full((len(classes), ROWS.value, width), -1, dtype=np.int32)
+    by_class[class_index, :, rank] = np.stack((expert, position, physical, count[row]), axis=1)
+    chain = np.full((len(experts), length), -1, dtype=np.int8)
+    chain[row, position] = rank
+    neighbors = np.full((len(classes), length, width), -1, dtype=np.int8)
+    neighbors[class_index, :, rank] = chain[row]
+    order = np.lexsort((rank, row))  # of ranks, and so of physical numbers
+    by_row = np.full((len(experts), CELLS.value, length), -1, dtype=np.int32)
+    by_row[row, :, np.arange(len(rank)) - first[row]] = np.stack((rank, position, physical), axis=1)[order]
     by_expert = np.full((2, placement.experts), -1, dtype=np.int32)  # class, and physical number at home
     by_expert[0, expert] = class_index
     by_expert[1] = placement.log2phys[np.arange(placement.experts), placement.home]
+    homes = placement.homes_per_rank
     home = placement.phys2log.reshape(placement.num_ranks, -1)[:, :homes].T
-    home_only = np.full((homes, width), -1, dtype=np.int32)
-    home_only[:, : placement.num_ranks] = np.where(by_expert[0, home] < 0, home, -1)
-    parts = class_tables, home_only, by_expert, placement.phys2log.astype(np.int32)
-    return np.concatenate([part.reshape(-1) for part in parts])
+    home_only = np.full((triton.next_power_of_2(homes), width), -1, dtype=np.int32)
+    home_only[:homes, : placement.num_ranks] = np.where(by_expert[0, home] < 0, home, -1)
+    parts = neighbors.reshape(-1).view(np.int32), by_class, home_only, by_expert, placement.phys2log, experts, by_row
+    return np.concatenate([part.reshape(-1).astype(np.int32) for part in parts])
 
 
 class SplitKernels:
-    """Splits loads over one placement like `Splitter`. A call launches a sum, a fill and the two kernels.
+    """Splits loads over one placement like `Splitter`, with one launch.
 
-    placement: the instances.
+    placement: the instances. With late slots, which are empty in it, late copies can be added as `LateCopies` does.
     classes: number of classes of experts.
     sweeps: how often each class is divided; 0 for equal shares.
     tables: `kernel_tables` of the placement, on the device of the loads.
     """
 
+    route = staticmethod(route_fused)
+
     def __init__(self, placement: ReplicaPlacement, classes: int, sweeps: int, tables: torch.Tensor) -> None:
-        self._placement, self._classes, self._sweeps, self._tables = placement, classes, sweeps, tables
-        self._options = launch_options(_width(placement.num_ranks))
+        place, width, length = placement, _width(placement.num_ranks), _chain(placement)
+        ranks, physicals, late = place.num_ranks, len(place.phys2log), place.late_slots
+        rows, local = len(place.chains), physicals // ranks
+        self._ranks, self._physicals, self._late = ranks, physicals, late
+        words = classes * width * length // 4  # four ranks each
+        self._tables = tables[words:], tables[:words].view(torch.int8)
+        self._sizes = classes, rows, ranks, place.ranks_per_node, place.experts, local, sweeps
+        self._programs = min(_PROGRAMS, max(ranks, rows))
+        scratch = place.experts + 2 * classes * width + physicals
+        if late:
+            scratch += 3 * physicals + place.experts + ranks * late * (1 + width)
+        self._scratch = self._programs * scratch
+        self._options = launch_options(placement)
 
-    def __call__(self, load: torch.Tensor) -> torch.Tensor:
-        """Split a load: int [source_rank, expert] on the device -> int64 [source_rank, physical]."""
+    def __call__(
+        self, load: torch.Tensor, sources: range | None = None, permille: int | None = None, least: int = 0
+    ) -> tuple[torch.Tensor, ...]:
+        """Split a load: int [source_rank, expert] on the device.
+
+        sources: the source ranks of which `first` and `last` are wanted; None for all.
+        permille, least: as in `LateCopies`; None adds no late copies.
+
+        Returns the fields of `RankSplit` up to `tokens`; with late slots all fields.
+        """
+        ranks, physicals = self._ranks, self._physicals
+        sources = range(ranks) if sources is None else sources
+        permille = 1000 * ranks if permille is None else permille  # no rank has more than the tokens of all
         load = load.to(torch.int64).contiguous()
-        with torch.cuda.device_of(load):
-            quota = self._quotas(load.sum(0))
-            return self._divide(load, quota)
-
-    def with_late(self, load: torch.Tensor, permille: int, least: int) -> tuple[torch.Tensor, ...]:
-        """Split a load over the instances and late copies, as `LateCopies` does, for a placement with late slots, which
-        are empty in it. One kernel more than a split.
-
-        load: int [source_rank, expert] on the device.
-        permille, least: as in `LateCopies`.
-
-        Returns `served` and `before` of `LateSplit`; and the expert of each physical number, int64 [physical], -1 for
-        an empty slot.
-        """
-        place, load = self._placement, load.to(torch.int64).contiguous()
-        names = load.new_empty(len(place.phys2log))
-        scratch = load.new_empty(2 * len(names) + place.experts + place.num_ranks * place.late_slots)
-        widths = {"LOCALS": triton.next_power_of_2(len(names) // place.num_ranks), "LATE": place.late_slots}
-        with torch.cuda.device_of(load):
-            totals = load.sum(0)
-            quota = self._quotas(totals)
-            add_late[(1,)](
-                totals, quota, names, scratch, self._tables, *self._sizes(), permille, least, LATE_SWEEPS, **widths,
-                ROUNDS=LATE_ROUNDS, **self._options,
-            )  # fmt: skip
-            before = load.new_zeros(place.num_ranks, len(names))
-            return self._divide(load, quota, place.late_slots, names, before), before, names
-
-    def _quotas(self, totals: torch.Tensor) -> torch.Tensor:
-        """Tokens of each instance: int64 [physical]; those of empty slots are not written. totals: int64 [expert]."""
-        place = self._placement
-        quota = totals.new_empty(len(place.phys2log))
-        sizes = self._classes, place.homes_per_rank, len(quota) // place.num_ranks
-        balance[(1,)](totals, self._tables, quota, *sizes, self._sweeps, **self._options)
-        return quota
-
-    def _divide(self, load: torch.Tensor, quota: torch.Tensor, late: int = 0, *tables: torch.Tensor) -> torch.Tensor:
-        """The split: int64 [source_rank, physical].
-
-        late: late slots of a rank. tables: `names` and `before` of `divide`, which are not used without late slots.
-        """
-        place = self._placement
-        served = load.new_zeros(place.num_ranks, len(quota))
-        options = self._options | {"LATE": late}
-        divide[(place.experts,)](
-            load, quota, *(tables or (quota, quota)), served, self._tables, *self._sizes(), **options
-        )
-        return served
-
-    def _sizes(self) -> tuple[int, ...]:
-        """The sizes with which kernels find their way in the tables."""
-        place = self._placement
-        ranks, local = place.num_ranks, len(place.phys2log) // place.num_ranks
-        return self._classes, place.homes_per_rank, ranks, place.ranks_per_node, place.experts, local
+        cells, part = ranks * physicals, len(sources) * physicals
+        late = (physicals, ranks * self._late) if self._late else ()
+        out = load.new_empty(cells + 2 * part + sum(late))
+        tokens, scratch = load.new_empty(ranks), load.new_empty(self._scratch)  # apart, as `out` lives longer
+        tensors, sizes = (load, *self._tables, out, tokens, scratch), (sources.start, len(sources), permille, least)
+        launch(split_tokens, (self._programs, 1), tensors, self._sizes + sizes, self._options)
+        served, first, last, *more = out.split_with_sizes((cells, part, part, *late))
+        shape = len(sources), physicals
+        split = served.view(ranks, physicals), first.view(shape), last.view(shape), tokens
+        return (*split, more[0], more[1].view(ranks, -1)) if more else split
 
 
 @cache
 def kernels_work(ranks: int, device: torch.device, late_slots: int = 0) -> bool:
-    """Whether the kernels compile and split a sample load on this device like NumPy. The answer is cached.
+    """Whether the kernels compile and split sample loads on this device like NumPy. The answer is cached, and so are
+    the kernels for all lengths of chains, in memory and by Triton on disk.
 
     A wrong split would hang a run or change its results. If the answer is no, a warning gives the reason.
 
@@ -147,20 +151,9 @@ def kernels_work(ranks: int, device: torch.device, late_slots: int = 0) -> bool:
     device: where the kernels run. The host waits for it.
     late_slots: of a rank; the kernel of late copies is tried, too, if there are any.
     """
-    generator, home = np.random.default_rng(0), np.arange(2 * ranks) // 2
-    slots = np.stack([generator.choice(np.flatnonzero(home != rank), 2, replace=False) for rank in range(ranks)])
-    placement = ReplicaPlacement(home, slots, ranks_per_node=-(-ranks // 2))
-    placement = placement.with_late(np.full((ranks, late_slots), -1))
-    load = generator.integers(0, 1000, (ranks, 2 * ranks))
-    load[:, :2] *= 3  # more than its replicas can take
-    classes, splitter = color_by_rank(placement), Splitter(placement, sweeps=4)
     try:
-        tables, there = upload(kernel_tables(placement, classes), device), torch.from_numpy(load).to(device)
-        kernels = SplitKernels(placement, len(classes), 4, tables)
-        works = np.array_equal(kernels(there).cpu().numpy(), splitter(load))
-        if late_slots and works:
-            served = kernels.with_late(there, 1000, 0)[0]
-            works = np.array_equal(served.cpu().numpy(), LateCopies(splitter, 1000, 0)(load.sum(0))(load))
+        lengths = {min(length, ranks) for length in (*_chains(late_slots), ranks)}
+        works = _routes_work(device) and all(_works(ranks, device, late_slots, length - 1) for length in lengths)
     except Exception as error:  # from Triton, the compilers that it starts, or the driver
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         warnings.warn(f"tokens are split on the host, because Triton fails to compile kernels: {reason}", stacklevel=2)
@@ -170,117 +163,204 @@ def kernels_work(ranks: int, device: torch.device, late_slots: int = 0) -> bool:
     return works
 
 
+def _works(ranks: int, device: torch.device, late_slots: int, copies: int) -> bool:
+    """Whether the kernel splits a sample load like NumPy. copies: replicas of one expert; others have a few."""
+    generator, home = np.random.default_rng(0), np.arange(2 * ranks) // 2
+    slots = np.stack([generator.choice(np.flatnonzero(home != rank), 2, replace=False) for rank in range(ranks)])
+    slots[(slots == 0).any(1)] = -1
+    slots[1 : 1 + copies, 0] = 0
+    placement = ReplicaPlacement(home, slots, ranks_per_node=-(-ranks // 2))
+    placement = placement.with_late(np.full((ranks, late_slots), -1))
+    load = generator.integers(0, 1000, (ranks, 2 * ranks))
+    load[:, :2] *= 3  # more than its replicas can take
+    classes, splitter = color_by_rank(placement), Splitter(placement, sweeps=4)
+    tables, there = upload(kernel_tables(placement, classes), device), torch.from_numpy(load).to(device)
+    kernels = SplitKernels(placement, len(classes), 4, tables)
+    expected = LateCopies(splitter, 1000, 0)(load.sum(0)) if late_slots else splitter
+    launches = 1 if device.type == "cpu" else 2  # the second finds the kernel of the first
+    return all(np.array_equal(kernels(there, None, 1000)[0].cpu().numpy(), expected(load)) for _ in range(launches))
+
+
+def _routes_work(device: torch.device) -> bool:
+    """Whether `route_fused` does what `route` does with a sample, in values and gradients."""
+    drawn = torch.Generator().manual_seed(0)
+    chosen, probs = torch.rand(600, 5, generator=drawn) < 0.5, torch.rand(600, 5, generator=drawn)
+    expert, first = torch.arange(40) % 5, torch.randint(0, 250, (40,), generator=drawn)
+    split = [x.to(device) for x in (expert, first, first + torch.randint(0, 60, (40,), generator=drawn))]
+    chosen, ours, theirs = chosen.to(device), *(probs.to(device).requires_grad_() for _ in range(2))
+    found, expected = route_fused(chosen, ours, *split), route(chosen, theirs, *split)
+    weights = torch.rand(found[1].shape, generator=drawn).to(device) * found[0]
+    for given in (found[1], expected[1]):
+        given.backward(weights)
+    assert ours.grad is not None and theirs.grad is not None
+    pairs = (*zip(found, expected, strict=True), (ours.grad, theirs.grad))
+    return all(torch.allclose(mine.float(), other.float()) for mine, other in pairs)
+
+
 def _width(ranks: int) -> int:
     """Length of a vector over ranks: a power of two."""
     return max(16, triton.next_power_of_2(ranks))
 
 
-def launch_options(width: int) -> dict[str, Any]:
-    """Compile options with which pairs of `width` ranks, a power of two, fit the registers."""
-    # The kernels have no floating-point operations, but without enable_fp_fusion Triton warns.
-    return {"WIDTH": width, "num_warps": width // 8, "num_stages": 1, "enable_fp_fusion": False}
+def _chains(late_slots: int) -> tuple[int, ...]:
+    """Lengths of chains for which the kernel is compiled, apart from all ranks. With late copies that takes long."""
+    return (8,) if late_slots else (8, 32)
 
 
-@triton.jit(do_not_specialize=["classes", "homes", "local", "sweeps"])
-def balance(totals, tables, quota, classes, homes, local, sweeps, WIDTH: tl.constexpr):
-    """Compute the quota of each instance. One program.
-
-    totals: int64 [expert], tokens. quota: int64 [physical], written. local: physical experts of a rank.
-    """
-    rank = tl.arange(0, WIDTH)
-    load = tl.zeros([WIDTH], tl.int64)
-    for index in range(homes):
-        expert = tl.load(tables + (classes * ROWS + index) * WIDTH + rank)
-        total = tl.load(totals + expert, mask=expert >= 0, other=0)
-        tl.store(quota + rank * local + index, total, mask=expert >= 0)
-        load += total
-    for index in range(classes):  # equal shares, remainders to the first instances
-        row = tables + index * ROWS * WIDTH + rank
-        expert = tl.load(row + EXPERT * WIDTH)
-        total = tl.load(totals + expert, mask=expert >= 0, other=0)
-        count = tl.maximum(tl.load(row + COUNT * WIDTH), 1)
-        share = total // count + (tl.load(row + POSITION * WIDTH) < total % count)
-        share = tl.where(expert >= 0, share, 0)
-        tl.store(quota + tl.load(row + PHYSICAL * WIDTH), share, mask=expert >= 0)
-        load += share
-    for turn in range(classes * sweeps):
-        tl.debug_barrier()  # other threads have written the quotas that are read next
-        row = tables + turn % classes * ROWS * WIDTH + rank
-        expert = tl.load(row + EXPERT * WIDTH)
-        has = expert >= 0
-        same = (expert[:, None] == expert[None, :]) & has[:, None]
-        total = tl.load(totals + expert, mask=has, other=0)
-        place = quota + tl.load(row + PHYSICAL * WIDTH)
-        last = turn >= classes * (sweeps - 1)
-        load = pour(load, total, place, tl.load(row + POSITION * WIDTH), has, same, last)
+def _chain(placement: ReplicaPlacement) -> int:
+    """Length of a vector over the instances of an expert: a power of two."""
+    longest, width = max(map(len, placement.chains.values()), default=1), _width(placement.num_ranks)
+    return next((length for length in _chains(placement.late_slots) if longest <= length <= width), width)
 
 
-@triton.jit(do_not_specialize=["classes", "homes", "ranks", "per_node", "experts", "local"])
-def divide(
-    load, quota, names, before, served, tables, classes, homes, ranks, per_node, experts, local, WIDTH: tl.constexpr,
-    LATE: tl.constexpr,
+def launch_options(placement: ReplicaPlacement) -> dict[str, Any]:
+    """Constants of `split_tokens` for a placement, and compile options with which vectors fit the registers."""
+    width, length, late = _width(placement.num_ranks), _chain(placement), placement.late_slots
+    local = len(placement.phys2log) // placement.num_ranks
+    sizes = placement.homes_per_rank, local
+    constants = (width, length, *map(triton.next_power_of_2, sizes), late, LATE_ROUNDS, LATE_SWEEPS)
+    # A thread has a rank and up to 16 instances of its expert. Late copies take pairs of ranks.
+    warps = max(width // 32 * max(1, length // 16), width // 8 if late else 1)
+    # The kernel has no floating-point operations, but without enable_fp_fusion Triton warns.
+    compiled = {"num_warps": min(16, warps), "num_stages": 1, "enable_fp_fusion": False}
+    return dict(zip(_CONSTANTS, constants, strict=True)) | compiled
+
+
+_CONSTANTS = "WIDTH", "CHAIN", "HOMES", "LOCALS", "LATE", "ROUNDS", "SWEEPS"
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("load", "tables", "neighbors", "out", "tokens", "scratch", "classes", "rows", "ranks", "per_node", "experts"),
+        *("local", "sweeps", "source", "sources", "permille", "least"),
+    ]
+)
+def split_tokens(
+    load, tables, neighbors, out, tokens, scratch, classes, rows, ranks, per_node, experts, local, sweeps, source,
+    sources, permille, least, WIDTH: tl.constexpr, CHAIN: tl.constexpr, HOMES: tl.constexpr, LOCALS: tl.constexpr,
+    LATE: tl.constexpr, ROUNDS: tl.constexpr, SWEEPS: tl.constexpr,
 ):  # fmt: skip
-    """Divide quotas over source ranks, first the same rank, then the same node. One program per expert.
+    """Split a load. Each program divides a part of the experts.
 
-    load: [source_rank, expert]. quota: [physical]. served: [source_rank, physical], zeros; written.
-    names: as in `instances`.
-    before: as `served`, written if LATE: tokens of lower-numbered instances of the same expert.
+    load: int64 [source_rank, expert]. tables, neighbors: of `kernel_tables`.
+    out: int64, written: `served`, `first` and `last` of `RankSplit`, and with late slots `expert` and `late`.
+    tokens: int64 [rank], written. scratch: int64, for this kernel alone.
+    classes, rows: numbers of classes and of experts with replicas. local: physical experts of a rank, at most LOCALS.
+    source, sources: the first row of `first` and `last`, and their number.
     """
-    expert = tl.program_id(0)
-    rank = tl.arange(0, WIDTH)
-    starting = tl.load(load + rank * experts + expert, mask=rank < ranks, other=0)
-    has, position, physical = instances(
-        expert, names, tables, classes, homes, ranks, per_node, experts, local, WIDTH, LATE
-    )
-    count = tl.sum(has.to(tl.int32), 0)
+    program, programs, rank = tl.program_id(0), tl.num_programs(0), tl.arange(0, WIDTH)
     physicals = ranks * local
-    if count == 1:
-        tl.store(served + rank * physicals + _only(physical, has), starting, mask=rank < ranks)
-    else:
-        wanted = tl.load(quota + physical, mask=has, other=0)
-        kept = tl.minimum(starting, wanted)
-        supply = starting - kept
-        wanted -= kept
-        chain_upto = position[:, None] <= position[None, :]
-        # As many tokens as possible are served within their node, in proportion.
-        node = rank // per_node
-        inside = node[:, None] == node[None, :]
-        offered = tl.sum(tl.where(inside, supply[:, None], 0), 0)
-        asked = tl.sum(tl.where(inside, wanted[:, None], 0), 0)
-        matched = tl.minimum(offered, asked)
-        upto = tl.sum(tl.where(inside & (rank[:, None] <= rank[None, :]), supply[:, None], 0), 0)
-        upper = upto * matched // tl.maximum(offered, 1)
-        lower = (upto - supply) * matched // tl.maximum(offered, 1)
-        end = tl.sum(tl.where(inside & chain_upto, wanted[:, None], 0), 0)
-        high = end * matched // tl.maximum(asked, 1)
-        low = (end - wanted) * matched // tl.maximum(asked, 1)
-        # The remaining tokens cross nodes.
-        supply -= upper - lower
-        wanted -= high - low
-        upto = tl.cumsum(supply)
-        end = tl.sum(tl.where(chain_upto, wanted[:, None], 0), 0)
-        number = tl.cumsum(has.to(tl.int32))  # in the order of ranks, which is that of physical numbers
-        lower_numbered = starting * 0
-        for place in range(count):
-            it = has & (number == place + 1)
-            of = _only(rank, it)
-            given = _shared(upto - supply, upto, _only(end - wanted, it), _only(end, it))
-            local_given = _shared(lower, upper, _only(low, it), _only(high, it))
-            given += tl.where(node == of // per_node, local_given, 0) + tl.where(rank == of, kept, 0)
-            at = rank * physicals + _only(physical, it)
-            tl.store(served + at, given, mask=rank < ranks)
+    by_class, homes = tables, tables + classes * ROWS * WIDTH
+    by_expert = homes + HOMES * WIDTH
+    planned = by_expert + 2 * experts
+    by_row = planned + physicals + rows
+    served, first = out, out + ranks * physicals
+    last = first + sources * physicals
+    size = experts + 2 * classes * WIDTH + physicals
+    if LATE:
+        size += 3 * physicals + experts + ranks * LATE * (1 + WIDTH)
+    totals = scratch + program.to(tl.int64) * size
+    shares = totals + experts
+    cells, quota = shares + classes * WIDTH, shares + 2 * classes * WIDTH
+    names = quota + physicals
+    is_late, turns = names + physicals, names + physicals + experts
+    held = turns + ranks * LATE
+    before = held + ranks * LATE * WIDTH
+
+    # Tokens of each expert.
+    for start in range(0, experts, _SUMMED):
+        expert = start + tl.arange(0, _SUMMED)
+        real = expert < experts
+        at = load + rank[:, None] * experts + expert[None, :]
+        counts = tl.load(at, mask=(rank < ranks)[:, None] & real[None, :], other=0)
+        tl.store(totals + expert, tl.sum(counts, 0), mask=real)
+    home = tl.load(homes + tl.arange(0, HOMES)[:, None] * WIDTH + rank[None, :])
+    tl.debug_barrier()
+    busy = tl.sum(tl.load(totals + home, mask=home >= 0, other=0), 0)  # tokens of each rank, with the shares so far
+    # Equal shares, remainders to the first instances.
+    for start in range(0, classes, BLOCK):
+        index = start + tl.arange(0, BLOCK)[:, None]
+        row, cell = by_class + index * ROWS * WIDTH + rank[None, :], index * WIDTH + rank[None, :]
+        real = index < classes
+        expert = tl.load(row + EXPERT * WIDTH, mask=real, other=-1)
+        count = tl.maximum(tl.load(row + COUNT * WIDTH, mask=real, other=1), 1)
+        position = tl.load(row + POSITION * WIDTH, mask=real, other=0)
+        total = tl.load(totals + expert, mask=expert >= 0, other=-1)
+        share = tl.where(expert >= 0, total // count + (position < total % count), 0)
+        tl.store(cells + cell, total, mask=real)
+        tl.store(shares + cell, share, mask=real)
+        busy += tl.sum(share, 0)
+    tl.debug_barrier()
+    share, total, position, chain = class_cells(shares, cells, by_class, neighbors, 0, classes, WIDTH, CHAIN)
+    for turn in range(classes * sweeps):
+        tl.debug_barrier()  # other threads have written the shares that are read next
+        read, total_next, position_next, chain_next = class_cells(
+            shares, cells, by_class, neighbors, (turn + 1) % classes, classes, WIDTH, CHAIN
+        )
+        poured = pour(busy, share, total, position, chain, turn >= classes * (sweeps - 1))
+        tl.store(shares + turn % classes * WIDTH + rank, poured)
+        busy += poured - share
+        share = tl.where(classes > 1, read, poured)  # a single class was read before it was written
+        total, position, chain = total_next, position_next, chain_next
+    tl.debug_barrier()
+    publish(shares, cells, quota, by_class, classes, WIDTH)
+    number = 0  # of experts with late copies
+    if LATE:
+        at_home = rank[None, :] * local + tl.arange(0, HOMES)[:, None]
+        tl.store(quota + at_home, tl.load(totals + home, mask=home >= 0, other=0), mask=home >= 0)
+        tl.debug_barrier()
+        busy, number = add_late(
+            busy, totals, shares, cells, quota, names, is_late, turns, held, before, before + physicals, planned,
+            by_class, by_expert, neighbors, classes, ranks, per_node, experts, local, permille, least, WIDTH, CHAIN,
+            LOCALS, LATE, ROUNDS, SWEEPS,
+        )  # fmt: skip
+    tl.debug_barrier()
+
+    # Each program divides some of the experts with several instances, and copies the other counts of some sources.
+    each = tl.arange(0, CHAIN)
+    for row in range(program, rows, programs):
+        expert = tl.load(planned + physicals + row)
+        divides = True
+        if LATE:
+            divides = tl.load(is_late + expert) == 0
+        if divides:
+            instance = by_row + row * CELLS * CHAIN + each
+            at = tl.load(instance + RANK * CHAIN)
+            divide(
+                load, quota, served, first, last, expert, at, tl.load(instance + POSITION * CHAIN),
+                tl.load(instance + PHYSICAL * CHAIN), at >= 0, ranks, per_node, experts, physicals, source, sources,
+                WIDTH,
+            )  # fmt: skip
+    if LATE:
+        for turn in range(program, number, programs):
+            has, in_chain, physical = late_instances(held, turn, WIDTH)
+            divide(
+                load, quota, served, first, last, tl.load(turns + turn), rank, in_chain, physical, has, ranks, per_node,
+                experts, physicals, source, sources, WIDTH,
+            )  # fmt: skip
+    for of in range(program, ranks, programs):
+        for start in range(0, physicals, _COPIED):
+            column = start + tl.arange(0, _COPIED)
+            real = column < physicals
+            name = tl.load(planned + column, mask=real, other=-1)
+            alone = tl.load(by_expert + name, mask=name >= 0, other=-1) < 0
             if LATE:
-                tl.store(before + at, lower_numbered, mask=rank < ranks)
-                lower_numbered += given
-
-
-@triton.jit
-def _only(values, where):
-    """The value at the only true position."""
-    return tl.sum(tl.where(where, values, 0))
-
-
-@triton.jit
-def _shared(lower, upper, low, high):
-    """Length of the overlap of each interval [lower, upper] with the interval [low, high]."""
-    return tl.maximum(tl.minimum(upper, high) - tl.maximum(lower, low), 0)
+                alone &= tl.load(is_late + name, mask=name >= 0, other=0) == 0
+                alone &= (name >= 0) | (tl.load(names + column, mask=real, other=-1) < 0)
+            given = tl.load(load + of * experts + name, mask=alone & (name >= 0), other=0)
+            tl.store(served + of * physicals + column, given, mask=real & alone)
+            mask = real & alone & (of >= source) & (of < source + sources)
+            at = (of - source) * physicals + column
+            tl.store(first + at, given * 0, mask=mask)
+            tl.store(last + at, given, mask=mask)
+    if program == 0:
+        tl.store(tokens + rank, busy, mask=rank < ranks)
+        if LATE:
+            expert = last + sources * physicals
+            for start in range(0, physicals, WIDTH):
+                real = start + rank < physicals
+                name = tl.load(names + start + rank, mask=real, other=0)
+                tl.store(expert + start + rank, tl.maximum(name, 0), mask=real)
+            for slot in tl.static_range(LATE):
+                name = tl.load(names + (rank + 1) * local - LATE + slot, mask=rank < ranks, other=-1)
+                tl.store(expert + physicals + rank * LATE + slot, name, mask=rank < ranks)

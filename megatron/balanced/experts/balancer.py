@@ -37,11 +37,13 @@ from megatron.balanced.experts.planning import (
     expert_shape,
     expert_share,
 )
+from megatron.balanced.experts.products import choose_products, own_products, why_own_products
 from megatron.balanced.experts.quantized_weights import copied_bytes, weight_format
 from megatron.balanced.experts.replay import check_loads, gather_loads
 from megatron.balanced.experts.structure import why_no_replicas
 from megatron.balanced.shared.callbacks import HeldBytes, StepCallback
 from megatron.balanced.shared.job import Job
+from megatron.balanced.shared.log import print_once
 from megatron.balanced.shared.model_checks import check_configs, check_model, mark_model
 from megatron.balanced.shared.optimizer_state import state_bytes
 from megatron.balanced.shared.process_groups import cluster_of, duplicate_group, gather_objects
@@ -68,6 +70,7 @@ class ExpertBalancer(StepCallback):
     cluster: hardware speeds for the cost model. None: placements only balance tokens; transfers have no cost.
     report: called on one rank of each expert-parallel group for each event, with a function that returns the event.
     reserved: bytes of device memory that the loop has not allocated yet, beside the optimizer.
+    had_gemm: the name of the products of experts that a resumed run had (`gemm`).
 
     Raises ValueError for a model that cannot be balanced. Raises ReplicaMemoryError on all ranks of the job if the
     slots do not fit into the memory of some rank.
@@ -84,12 +87,13 @@ class ExpertBalancer(StepCallback):
         cluster: Cluster | None = None,
         report: Callable[[Callable[[], dict[str, Any]]], None] | None = None,
         reserved: float = 0.0,
+        had_gemm: str | None = None,
     ) -> None:
         self._job = _with_length(job or Job(), chunks)
         check_model("ExpertBalancer", chunks, recaptures=self._job.recaptures)
         self._model_config = get_model_config(chunks[0])
         self.config = _fitted(config or ExpertConfig(enabled=True), self._model_config)
-        self.chunks, self._machine, self._report, self._reserved = list(chunks), cluster, report, reserved
+        self.chunks, self._report, self._reserved = list(chunks), report, reserved
         self._iteration = 0
         self._plans: dict[BalancedMoELayer, LayerPlan] = {}  # of the layers on this rank
         self._known: list[torch.Tensor] | None = None  # loads of the next schedule, if `will_route` got them
@@ -98,11 +102,11 @@ class ExpertBalancer(StepCallback):
         minutes = self._job.timeout_minutes
         self._process_group = duplicate_group(mpu.get_expert_model_parallel_group(), minutes)
         self._hosts = duplicate_group(mpu.get_expert_model_parallel_group(), minutes, on_host=True)  # the same on gloo
-        self._cluster = cluster_of(dist.get_process_group_ranks(self._process_group), self._machine)
         self._late_group: dist.ProcessGroup | None = None
         if self.config.late_slots:
             self._late_group = duplicate_group(mpu.get_expert_model_parallel_group(), minutes)
-        self._layers_of_chunks = self._exchange()
+        self._layers_of_chunks = self._exchange(had_gemm)
+        self._set_machine(cluster)
         self._shared = self._agree_on_mode([layers for layers in self._layers_of_chunks if layers])
         planned = self._planner_config()
         self._planner = ReplicaPlanner(
@@ -116,19 +120,33 @@ class ExpertBalancer(StepCallback):
         self._use_replicas(False)
         mark_model("ExpertBalancer", chunks)
 
-    def _exchange(self) -> list[list[BalancedMoELayer]]:
-        """[model chunk] -> its MoE layers, which are balanced from now on.
+    def _exchange(self, had_gemm: str | None) -> list[list[BalancedMoELayer]]:
+        """[model chunk] -> its MoE layers, which are balanced from now on. On GPUs rank 0 prints their products.
 
         Raises ValueError on all ranks of the job if there are none, or if experts on some rank cannot have replicas.
         """
         plain = [moe_layers(chunk) for chunk in self.chunks]
         reason = why_no_replicas([item for layers in plain for item in layers.items()], self._hosts)
-        everywhere = gather_objects((any(plain), reason), dist.group.WORLD)  # some stages may have none
+        experts = [layer.experts for layers in plain for layer in layers.values()]
+        here = next(map(own_products, experts), None)
+        everywhere = gather_objects((here, reason), dist.group.WORLD)  # some stages may have none
         if reasons := [reason for _, reason in everywhere if reason is not None]:
             raise ValueError(reasons[0])
-        if not any(has_experts for has_experts, _ in everywhere):
+        if not (own := [name for name, _ in everywhere if name is not None]):
             raise ValueError("no MoE layer of the model is megatron.core's own MoELayer; drop the ExpertBalancer")
-        return [[balance_layer(layer, *self._slots) for layer in layers.values()] for layers in plain]
+        why_own = next(filter(None, map(why_own_products, experts)), "")
+        self.gemm = choose_products(self.config, self._model_config, self._job, own[0], why_own=why_own, had=had_gemm)
+        if not is_cpu():
+            print_once(f"> {self.gemm.line}")
+        return [[self._balance(layer) for layer in layers.values()] for layers in plain]
+
+    def _balance(self, layer: Any) -> BalancedMoELayer:
+        return balance_layer(layer, *self._slots, self.gemm.name)
+
+    def _set_machine(self, machine: Cluster | None) -> None:
+        """Plan with these speeds, and with rates of the products that the run has."""
+        self._machine = None if machine is None else machine.with_gemm(self.gemm.name)
+        self._cluster = cluster_of(dist.get_process_group_ranks(self._process_group), self._machine)
 
     @property
     def _slots(self) -> tuple[int, int]:
@@ -220,7 +238,7 @@ class ExpertBalancer(StepCallback):
     def layer_arrived(self, layer: Any, chunk: int) -> None:
         """Layers arrive plain. Callbacks after this one may look at the experts of `layer`."""
         for moe in moe_layers(layer).values():
-            balance_layer(moe, *self._slots)
+            self._balance(moe)
 
     def layers_moved(self) -> None:
         """Allocate the slots of the layers on this rank anew. Called between two steps when layers have moved or have
@@ -300,9 +318,8 @@ class ExpertBalancer(StepCallback):
 
     def use_cluster(self, cluster: Cluster) -> None:
         """Plans already submitted still use the old cluster."""
-        self._machine = cluster
-        self._cluster = cluster_of(dist.get_process_group_ranks(self._process_group), cluster)
-        self._planner.use_cluster(cluster, self._cluster)
+        self._set_machine(cluster)
+        self._planner.use_cluster(self._machine, self._cluster)
         for layer in self._layers():
             self._price_late_copies(layer)
 

@@ -9,8 +9,9 @@ import torch.distributed as dist
 from balancing.experts.config import ExpertConfig
 from megatron.balanced.experts.balancer import ExpertBalancer
 from megatron.balanced.experts.gradients import ExpertChunk
-from megatron.balanced.experts.graphs import check_kernels, graph_of_iterations
+from megatron.balanced.experts.graphs import check_kernels
 from megatron.balanced.experts.moe_layer import BalancedMoELayer
+from megatron.balanced.shared.captured_schedule import drop_graph, graph_of_iterations
 
 __all__ = ["CapturedExpertBalancer"]
 
@@ -24,7 +25,7 @@ class CapturedExpertBalancer(ExpertBalancer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._first = 0  # the first iteration of the run
-        self._graph: Any = None  # `FullCudaGraphWrapper`
+        self._has_begun = False
         check_kernels(self._layers())
 
     def _planner_config(self) -> ExpertConfig:
@@ -34,31 +35,23 @@ class CapturedExpertBalancer(ExpertBalancer):
     def begin_step(self, iteration: int, config: Any) -> None:
         """Drop the graph if a placement has changed on any rank, since all ranks capture together."""
         super().begin_step(iteration, config)
-        if self._graph is None:
-            self._first = iteration
-            self._graph = graph_of_iterations(self.run.schedule, self._begin_captured)
+        if not self._has_begun:
+            self._has_begun, self._first = True, iteration
+            graph_of_iterations(self.run.schedule, self.chunks, super()._begin_passes)
         elif self._is_due(iteration - 1):
             changed = any(layer.placement != self._plans[layer].placed for layer in self._layers())
             anywhere = torch.tensor([changed], dtype=torch.int32, device=torch.cuda.current_device())
             dist.all_reduce(anywhere, op=dist.ReduceOp.MAX)
             if anywhere.item():
-                self._graph.reset_cuda_graph("training")
+                drop_graph(self.run.schedule, "training")
 
     def _is_due(self, iteration: int) -> bool:
         """Whether replicas are placed after `iteration`."""
         return iteration == self._first or (iteration + 1) % self.config.plan_interval == 0
 
     def _begin_passes(self) -> None:
-        """Nothing: the graph begins them."""
-
-    def _begin_captured(self) -> None:
-        """Before the passes of an iteration that is captured or runs without a graph. Transfers that start here are
+        """Nothing: an iteration that is captured or runs without a graph begins them. Transfers that start there are
         part of the graph."""
-        for ddp in self.chunks:
-            if ddp.ddp_config.overlap_param_gather:
-                # A validation or a save has gathered parameters already; each replay must gather them.
-                ddp.reset_param_sync_dispatch_state()
-        super()._begin_passes()
 
     def end_schedule(self) -> None:
         super().end_schedule()

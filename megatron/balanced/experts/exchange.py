@@ -12,12 +12,14 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.utils import unwrap_model
 
 from megatron.balanced.experts.moe_layer import BalancedMoELayer
+from megatron.balanced.experts.products import ProductsOfSequentialMLP, ProductsOfTEGroupedMLP
 from megatron.balanced.experts.replicated import ReplicatedSequentialMLP, ReplicatedTEGroupedMLP
 from megatron.balanced.shared.tail import runs_several_times
 
 __all__ = ["balance_layer", "moe_layers", "restore_layers"]
 
 _BALANCED = {SequentialMLP: ReplicatedSequentialMLP, TEGroupedMLP: ReplicatedTEGroupedMLP}
+_WITH_TORCH = {SequentialMLP: ProductsOfSequentialMLP, TEGroupedMLP: ProductsOfTEGroupedMLP}
 
 
 def moe_layers(chunk: torch.nn.Module) -> dict[str, MoELayer]:
@@ -27,12 +29,16 @@ def moe_layers(chunk: torch.nn.Module) -> dict[str, MoELayer]:
     return {name: module for name, module in modules if type(module) is MoELayer and not runs_several_times(module)}
 
 
-def balance_layer(layer: MoELayer, slots: int, late_slots: int = 0) -> BalancedMoELayer:
-    """Make one layer of Megatron-LM dispatch to replicas. slots, late_slots: as in `BalancedMoELayer.prepare`."""
+def balance_layer(layer: MoELayer, slots: int, late_slots: int = 0, gemm: str = "megatron") -> BalancedMoELayer:
+    """Make one layer of Megatron-LM dispatch to replicas.
+
+    slots, late_slots: as in `BalancedMoELayer.prepare`.
+    gemm: "torch" for PyTorch's grouped products; all other names stand for Megatron-LM's.
+    """
     experts = layer.experts
     plain = {*vars(layer)}, {*vars(experts)}
     layer.__class__ = BalancedMoELayer
-    experts.__class__ = _BALANCED.get(type(experts), type(experts))
+    experts.__class__ = (_WITH_TORCH if gemm == "torch" else _BALANCED).get(type(experts), type(experts))
     experts.prepare()
     layer.prepare(slots, late_slots)
     layer.added = {*vars(layer), "added", "trained_share"} - plain[0]
@@ -51,7 +57,7 @@ def balance_layer(layer: MoELayer, slots: int, late_slots: int = 0) -> BalancedM
 
 def restore_layers(layers: Iterable[BalancedMoELayer]) -> None:
     """Turn balanced layers into Megatron's own again. Their slots have been closed."""
-    plain = {balanced: own for own, balanced in _BALANCED.items()}
+    plain = {balanced: own for kinds in (_BALANCED, _WITH_TORCH) for own, balanced in kinds.items()}
     for layer in layers:
         layer.active = False
         layer.experts.restore()

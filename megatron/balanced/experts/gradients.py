@@ -118,7 +118,8 @@ class ExpertChunk:
         """
         slots, experts = self.slots, [layer.experts for layer in self.layers]
         within = {module for layer_experts in experts for module in layer_experts.modules()}
-        blocks = [module for module in self._ddp.modules() if isinstance(module, TransformerLayer)]
+        layers = [module for module in self._ddp.modules() if isinstance(module, TransformerLayer)]
+        blocks = [layer for layer in layers if layer.config.num_moe_experts]  # a vision tower runs where images are
         between = [m for block in blocks for m in block.modules() if m._parameters and m not in within]
 
         def forward(*unused: Any) -> None:

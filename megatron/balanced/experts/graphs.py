@@ -12,18 +12,12 @@ iterations. If it has changed, the graph is captured again, which costs the --cu
 Megatron-LM runs without a graph before a capture.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from balancing.experts.split.placed_split import kernels_split
-from megatron.balanced.shared.captured_schedule import graph_wrapper
 
-__all__ = ["captures_iterations", "check_kernels", "graph_of_iterations"]
-
-
-def captures_iterations(model: Any) -> bool:
-    """Whether one graph holds all passes of an iteration. model: its config, or arguments that describe it."""
-    return getattr(model, "cuda_graph_impl", "none") == "full_iteration"
+__all__ = ["check_kernels"]
 
 
 def check_kernels(layers: Iterable[Any]) -> None:
@@ -36,20 +30,3 @@ def check_kernels(layers: Iterable[Any]) -> None:
             "--balance-experts with --cuda-graph-impl full_iteration splits tokens with Triton's kernels, which do not "
             "work here (a warning says why); use --cuda-graph-impl none"
         )
-
-
-def graph_of_iterations(schedule: Any, before: Callable[[], None]) -> Any:
-    """Megatron-LM's `FullCudaGraphWrapper`, which captures and replays whole iterations. From now on it calls `before`
-    at the beginning of each iteration that it captures or runs without a graph.
-
-    schedule: the schedule of micro-batches, in Megatron-LM's wrappers.
-    """
-    schedule = graph_wrapper(schedule)
-    run = schedule.forward_backward_func
-
-    def forward_backward_func(*args: Any, **kwargs: Any) -> Any:
-        before()
-        return run(*args, **kwargs)
-
-    schedule.forward_backward_func = forward_backward_func
-    return schedule

@@ -21,6 +21,7 @@ from balancing.experts.engine.late_slots import LateChains, late_chains
 from balancing.experts.late import LATE_GOAL
 from balancing.experts.placement import ReplicaPlacement, contiguous_homes
 from balancing.experts.split.placed_split import SplitTables, kernels_split, place_all
+from balancing.experts.split.split import RankSplit
 from megatron.balanced.cpu.device import is_cpu
 from megatron.balanced.experts.known_counts import known_counts, takes_known_counts
 from megatron.balanced.experts.replicated import later, on_backward
@@ -107,8 +108,6 @@ class BalancedMoELayer(MoELayer):
         # The split is computed where the tokens are, so that the host does not wait for counts. None: in NumPy.
         self.device: torch.device | None = None if is_cpu() else torch.device("cuda", torch.cuda.current_device())
         self._in_use: _Share | None = None  # of the pass in progress
-        # In the type of probabilities: a number would become a new tensor in each pass.
-        self._zero = torch.zeros((), dtype=self.config.params_dtype, device=self.device)
         self.set_topology(0, 0)
 
     @property
@@ -193,13 +192,7 @@ class BalancedMoELayer(MoELayer):
             self._in_use, self.token_dispatcher, (first, last) = share, self._physical, share.interval
             expert = share.expert
             assert expert is not None
-            # Tokens become the inner dimension: along an outer one, a GPU adds sequentially.
-            chosen = routing_map.T.contiguous()
-            number = (chosen.cumsum(dim=1, dtype=torch.int32) * chosen).index_select(0, expert)
-            routing_map = ((number > first[:, None]) & (number <= last[:, None])).T.contiguous()
-            if self._zero.dtype != probs.dtype:
-                self._zero = probs.new_zeros(())
-            probs = torch.where(routing_map, probs.index_select(1, expert), self._zero)
+            routing_map, probs = self._placed.route(routing_map, probs, expert, first, last)
             if self.config.moe_router_padding_for_quantization:
                 # The dispatcher changes the map in place: it pads the tokens of each expert to a multiple.
                 routing_map = routing_map.clone()
@@ -250,25 +243,20 @@ class BalancedMoELayer(MoELayer):
         gathered = gather_from_sequence_parallel_region(local, group=self._logical.tp_ep_group)
         counts = self._add_load(gathered)
         load = self.loads[-1]
-        if adds_late:
-            return self._share_late(gathered, counts, load)
-        if not self.placement.replicas:
-            return _Share(gathered)
-        served, placed = self._placed.split(load), self._placed
-        before = placed.tokens_before(served[self.ep_group.rank()] if self._logical.tp_size == 1 else served)
-        return self._divided(counts, served, before, placed.expert)
-
-    def _share_late(self, gathered: torch.Tensor, counts: Any, load: Any) -> _Share:
-        """As `_share`, with late copies. On a GPU the host waits for them, as Megatron-LM's dispatcher soon would."""
-        served, before, expert, late = self._placed.split_late(load, _LATE_PERMILLE, self.late_least)
-        late = late if isinstance(late, np.ndarray) else late.cpu().numpy()
-        if not self.placement.replicas and late.max() < 0:
-            self.served.append(load.sum(0).reshape(len(load), -1).sum(1))
+        if not (self.placement.replicas or adds_late):
             return _Share(gathered)
         rank = self.ep_group.rank()
-        before = before[rank] if self._logical.tp_size == 1 else before
-        share = self._divided(counts, served, before, torch.as_tensor(expert))
-        share.late = late_chains(self.placement.home, late, rank)
+        sources = range(rank, rank + 1) if self._logical.tp_size == 1 else None
+        split = self._placed.split(load, sources, _LATE_PERMILLE if adds_late else None, self.late_least)
+        late = None
+        if adds_late:  # on a GPU the host waits for them, as Megatron-LM's dispatcher soon would
+            late = split.late if isinstance(split.late, np.ndarray) else split.late.cpu().numpy()
+            if not self.placement.replicas and late.max() < 0:
+                self.served.append(split.tokens)
+                return _Share(gathered)
+            late = late_chains(self.placement.home, late, rank)
+        share = self._divided(counts, split)
+        share.late = late
         return share
 
     def _add_load(self, gathered: torch.Tensor) -> Any:
@@ -286,27 +274,22 @@ class BalancedMoELayer(MoELayer):
         self.loads.append(load)
         return counts
 
-    def _divided(self, counts: Any, served: Any, before: Any, expert: torch.Tensor) -> _Share:
-        """The share of this rank in a split.
+    def _divided(self, counts: Any, split: RankSplit) -> _Share:
+        """The share of this rank in a split, of all source ranks with several tensor-parallel ones.
 
         counts: int64 [source_rank, tensor_rank, expert]; not read with one tensor-parallel rank.
-        served: int64 [source_rank, physical], tokens of each source rank that each instance serves.
-        before: int64 [source_rank, physical], tokens of lower-numbered instances of the same expert (`tokens_before`);
-            with one tensor-parallel rank [physical], of this rank.
-        expert: int64 [physical], the logical expert of each physical one.
         """
-        rank, part = self.ep_group.rank(), self._logical.tp_rank
-        self.served.append(served.reshape(len(served), len(served), -1).sum((0, 2)))
+        rank, part, expert = self.ep_group.rank(), self._logical.tp_rank, split.expert
+        self.served.append(split.tokens)
         if self._logical.tp_size == 1:
-            return self._on_device(expert, served, before, before + served[rank])
+            return self._on_device(expert, split.served, split.first[0], split.last[0])
         # A source's tokens go to the instances of their expert in the order of physical numbers. Tensor-parallel ranks
         # of one source hold its tokens one after the other.
         index = expert if self.device is not None else expert.numpy()
         by_instance = counts[:, :, index]  # [source_rank, tensor_rank, physical]
-        none = by_instance * 0
-        first = before[:, None] - (counts.cumsum(1) - counts)[:, :, index]
-        last = (first + served[:, None]).clip(none, by_instance)
-        first = first.clip(none, by_instance)
+        none, sent = by_instance * 0, (counts.cumsum(1) - counts)[:, :, index]
+        first = (split.first[:, None] - sent).clip(none, by_instance)
+        last = (split.last[:, None] - sent).clip(none, by_instance)
         return self._on_device(expert, last - first, first[rank, part], last[rank, part])
 
     def _on_device(self, expert: torch.Tensor, sent: Any, first: Any, last: Any) -> _Share:

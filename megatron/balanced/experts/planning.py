@@ -120,7 +120,7 @@ class ReplicaPlanner:
         self.plan_ms = 0.0  # of the last placements that were adopted, all layers together
         self.waited_ms = 0.0
 
-    def use_cluster(self, machine: Cluster, cluster: Cluster) -> None:
+    def use_cluster(self, machine: Cluster | None, cluster: Cluster) -> None:
         """Plan with these from now on, as in the constructor, once the submitted plans are made."""
         self.wait()
         self._machine, self._cluster = machine, cluster

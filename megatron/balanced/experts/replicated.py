@@ -132,7 +132,7 @@ class ReplicatedExperts(torch.nn.Module):
         if not self.ends_after_backward_dw:
             hidden = on_backward(hidden, later(self, "_pass_ends"))
         if not slots.is_used(position) and self.late_slots is None:
-            return super().forward(hidden, tokens_per_expert, permuted_probs, *buffers)
+            return self.run(hidden, tokens_per_expert, permuted_probs, *buffers)
         experts = self.with_slots(slots)
         if experts is self or not self.runs_one_by_one:
             self.acquire()
@@ -159,7 +159,7 @@ class ReplicatedExperts(torch.nn.Module):
             self.late_slots.acquire(self.position, forward=True)
 
     def run(self, *inputs: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run the experts of this module, as Megatron-LM does."""
+        """Run the experts of this module, by default as Megatron-LM does."""
         result: tuple[torch.Tensor, torch.Tensor | None] = super().forward(*inputs)
         return result
 

@@ -27,6 +27,7 @@ from megatron.balanced.layers.source import LayerSource
 from megatron.balanced.layers.training_loop import TrainingLoop
 from megatron.balanced.observe.observer import Observer
 from megatron.balanced.shared.callbacks import StepCallback
+from megatron.balanced.shared.captured_schedule import captures_iterations, drop_graph, graph_of_iterations, renew_stash
 from megatron.balanced.shared.job import Job
 from megatron.balanced.shared.log import print_once
 from megatron.balanced.shared.model_checks import check_model, mark_model
@@ -88,6 +89,7 @@ class LayerBalancer(StepCallback):
         self._first: int | None = None  # the first step
         self._warm = 0  # the last step that began with new layers
         self._settled = False
+        self._has_begun, self._captures = False, captures_iterations(model)
         self._micro_batches: tuple[int, ...] = ()  # of the last two schedules; the earlier one has been measured
         pattern = getattr(unwrap_model(self.chunks)[0], "hybrid_layer_pattern", None)
         self._source = LayerSource(model, layer_spec, pattern=pattern)
@@ -137,6 +139,11 @@ class LayerBalancer(StepCallback):
         self.observer.stop_measuring()
 
     # Around a step.
+
+    def begin_step(self, iteration: int, config: Any) -> None:
+        if self._captures and not self._has_begun:
+            self._has_begun = True
+            graph_of_iterations(self.run.schedule, self.chunks)
 
     def end_step(self) -> None:
         self._micro_batches = (*self._micro_batches[-1:], self.run.micro_batches)
@@ -192,7 +199,10 @@ class LayerBalancer(StepCallback):
         self._warm = self.iteration if self.run is None else self.run.iteration
         self._planner.forget()
         before = self.mover.plan
+        if self._captures:  # first, since a graph holds the memory of all activations
+            drop_graph(self.run.schedule)
         moved = self.mover.move(plan)
+        renew_stash(None if self.run is None else self.run.schedule)
         if plan.stages < before.stages:
             self._planner.restart()
             if not dist.get_rank():

@@ -57,6 +57,7 @@ from megatron.balanced.layers.stack import stack_of
 from megatron.balanced.layers.structure import BY_HAND, check_end
 from megatron.balanced.layers.training_loop import TrainingLoop
 from megatron.balanced.shared.callbacks import StepCallback
+from megatron.balanced.shared.captured_schedule import on_capture_stream
 from megatron.balanced.shared.optimizer_state import (
     ParameterState,
     Taken,
@@ -365,7 +366,7 @@ class LayerMover:
         """Wrap the layers for data parallelism, build a new optimizer, and put the state back."""
         torch.cuda.empty_cache()
         for chunk, ddp in enumerate(self._chunks):
-            with placed_weights(after.weights[chunk]):
+            with placed_weights(after.weights[chunk]), on_capture_stream(self._model):
                 self._wrap(ddp, chunk, after.layouts[chunk], before.hooked[chunk])
         self._remember_nodes()
         self._renew(after.request.states, before.taken)

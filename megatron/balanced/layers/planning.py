@@ -2,11 +2,15 @@
 
 Every rank adds what it measured. At a decision all ranks exchange their measurements, average them
 (`balancing.layers.CostAverage`), make the same plan and ask the same gate whether the plan is worth its move.
+
+If one CUDA graph holds all passes of an iteration, layers are measured in the iterations without it: at the start, and
+after each move. The gate compares iterations with it, and adds to a move what iterations without it take longer.
 """
 
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,10 +36,11 @@ from balancing.layers.config import LayerConfig
 from balancing.layers.measurements import fit_activations, join_ranks, layer_seconds
 from balancing.pipeline import Schedule
 from balancing.ranges import named
-from balancing.report import RankRecord
+from balancing.report import IN_GRAPH, RankRecord
 from megatron.balanced.cpu.device import is_cpu
 from megatron.balanced.layers.mover import LayerMover, Moved
 from megatron.balanced.shared.callbacks import StepCallback
+from megatron.balanced.shared.captured_schedule import captures_iterations
 from megatron.balanced.shared.log import print_once
 
 __all__ = ["Choice", "LayerPlanner", "usable_memory"]
@@ -97,6 +102,9 @@ class LayerPlanner:
         self._gate: Gate
         self._seconds: list[np.ndarray] = []  # an iteration: [layers + 3, 2, 2]
         self._steps: list[tuple[int, float, int]] = []  # iteration, seconds, micro-batches
+        self._eager_steps: list[float] = []  # seconds of iterations without the graph, if there is one
+        self._recapture = 0.0  # seconds that the iterations without the graph take longer, after a move
+        self._latest: list[LayerSeconds] = []  # the costs of each of the iterations that were measured last
         self._micro_batches = 0  # of the steps that are planned for
         self._bandwidth, self._fixed = _BANDWIDTH, _FIXED_SECONDS
         in_parts = model.overlap_moe_expert_parallel_comm
@@ -115,17 +123,21 @@ class LayerPlanner:
 
     def add(self, iteration: int, record: RankRecord, micro_batches: int) -> None:
         """Add the measurements of this rank in `iteration`, which had `micro_batches` micro-batches."""
-        in_turn = self._model.overlap_moe_expert_parallel_comm
-        self._seconds.append(layer_seconds(record, self._mover.plan.layers, in_turn=in_turn))
-        self._steps.append((iteration, record.step_seconds, micro_batches))
+        in_turn, in_graph = self._model.overlap_moe_expert_parallel_comm, record.graphs == IN_GRAPH
+        if not in_graph:
+            self._seconds.append(layer_seconds(record, self._mover.plan.layers, in_turn=in_turn))
+        if in_graph == captures_iterations(self._model):
+            self._steps.append((iteration, record.step_seconds, micro_batches))
+        else:
+            self._eager_steps.append(record.step_seconds)
 
     def forget(self) -> None:
         """Drop measurements that no decision has used. Called before layers move."""
-        self._seconds, self._steps = [], []
+        self._seconds, self._steps, self._eager_steps = [], [], []
 
     @property
     def has_measurements(self) -> bool:
-        return bool(self._seconds)
+        return bool(self._seconds or (self._steps and self._latest))
 
     def learn_speed(self, before: StagePlan, moved: Moved) -> None:
         """Use the speed of the move from `before` to the current plan to predict later moves."""
@@ -138,7 +150,7 @@ class LayerPlanner:
         """Plan from all measurements and decide, before `iteration`, whether layers move. micro_batches: of a coming
         step."""
         begin, self._micro_batches = time.perf_counter(), micro_batches
-        steps, peaks, single = self._exchange()
+        steps, peaks = self._exchange()
         cost = self.costs.cost
         profiled = time.perf_counter()
         plan = self._mover.plan
@@ -152,13 +164,15 @@ class LayerPlanner:
         previous = self._step_seconds(cost, gate.watching) if gate.watching else None
         noise = 0.0
         if candidate.chunks != plan.chunks:
-            some = single[:: -(-len(single) // _MOST_COMPARED)]
+            some = self._latest[:: -(-len(self._latest) // _MOST_COMPARED)]
             noise = noise_of_gain([self._step_seconds(c, plan) - self._step_seconds(c, candidate) for c in some])
         self._gate, decision = gate.check(
             iteration,
             candidate,
             Predicted(now, then, previous, noise),
-            migration_seconds(plan, candidate, self._layer_bytes(), self._bandwidth, fixed=self._fixed),
+            migration_seconds(
+                plan, candidate, self._layer_bytes(), self._bandwidth, fixed=self._fixed + self._recapture
+            ),
             left=None if self._iterations is None else self._iterations - iteration,
         )
         return Choice(
@@ -176,34 +190,38 @@ class LayerPlanner:
         """The best plan for the measured costs, whatever its move would cost; and predicted seconds of a step under the
         current plan and under the best one. All ranks call it together. micro_batches: of a step."""
         self._micro_batches = micro_batches
-        _, peaks, _ = self._exchange()
+        _, peaks = self._exchange()
         cost = self.costs.cost
         best = self._plan(cost, peaks)
         return best, self._step_seconds(cost, self._mover.plan), self._step_seconds(cost, best)
 
-    def _exchange(self) -> tuple[list[tuple[int, float, int]], np.ndarray, list[LayerSeconds]]:
+    def _exchange(self) -> tuple[list[tuple[int, float, int]], np.ndarray]:
         """Add the measurements of all ranks since the last decision to the average.
 
-        Returns [(iteration, seconds, micro-batches)], the peak bytes of a rank of each stage, and the costs of each of
-        these iterations.
+        Returns [(iteration, seconds, micro-batches)], and the peak bytes of a rank of each stage.
         """
         place = mpu.get_pipeline_model_parallel_rank(), mpu.get_expert_data_parallel_rank()
-        every = self._mover.gather((place, np.stack(self._seconds), self._steps, torch.cuda.max_memory_allocated()))
+        peak, eager = torch.cuda.max_memory_allocated(), median(self._eager_steps or [0.0])
+        every = self._mover.gather((place, self._seconds, self._steps, peak, eager))
         # If micro-batches alternate, spans are of parts of layers, which wait for no other rank.
         tells_waiting = is_cpu() or self._model.overlap_moe_expert_parallel_comm
-        measured, experts = [seconds for _, seconds, _, _ in every], [group for (_, group), *_ in every]
-        single = join_ranks(measured, experts, tells_waiting=tells_waiting)
-        for cost in single:
-            self.costs.add(cost)
+        measured, experts = [seconds for _, seconds, *_ in every], [group for (_, group), *_ in every]
+        if self._seconds:
+            self._latest = join_ranks([np.stack(seconds) for seconds in measured], experts, tells_waiting=tells_waiting)
+            for cost in self._latest:
+                self.costs.add(cost)
         steps = [
             (iterations[0][0], max(seconds for _, seconds, _ in iterations), iterations[0][2])
-            for iterations in zip(*(steps for _, _, steps, _ in every), strict=True)
+            for iterations in zip(*(steps for _, _, steps, *_ in every), strict=True)
         ]
+        if (slowest := max(eager for *_, eager in every)) and steps:
+            without = self._model.cuda_graph_warmup_steps + 1  # 1: the iteration that captures
+            self._recapture = without * max(0.0, slowest - median(seconds for _, seconds, _ in steps))
         peaks = np.zeros(self._mover.plan.stages)
-        for (stage, _), _, _, peak in every:
+        for (stage, _), _, _, peak, _ in every:
             peaks[stage] = max(peaks[stage], peak)
         self.forget()
-        return steps, peaks, single
+        return steps, peaks
 
     def _plan(self, cost: LayerSeconds, peaks: np.ndarray) -> StagePlan:
         plan, micro_batches = self._mover.plan, self._micro_batches

@@ -122,7 +122,7 @@ class HostLengths:
             self._hooks.pop().remove()
 
     def _batches(self, batches: Iterator, chunk: int) -> Iterator:
-        for batch in batches:
+        while (batch := next(batches, None)) is not None:  # Megatron-LM's RerunDataIterator has no __iter__
             self._latest[chunk] = _lengths(batch)
             yield batch
 

@@ -143,6 +143,7 @@ class IterationObserver(CapturedObserver):
             return
         if captures:
             self._documents = Step(0, 0.0, None)
+            self.set_aside()
         self._began = self._hooks.clock.mark()
         self._held, self._hooks.step = self._hooks.step, None
 

@@ -53,6 +53,7 @@ _OPTIONS = {
     "nccl_ub": "use_nccl_ub",
     "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
 }
+_OFF = {"cuda_graph_impl": "none"}  # values that switch a flag off, if not False
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,7 @@ def switch_off(args: Any, feature: str, given: str) -> list[str]:
     for row in INCOMPATIBLE:
         if row.switches_off and feature in row.features and row.refuses(vars(args)):
             notes.append(f"{given} switches {shown(row.flag, getattr(args, row.flag))} off: {row.why}")
-            setattr(args, row.flag, False)
+            setattr(args, row.flag, _OFF.get(row.flag, False))
     return notes
 
 
@@ -200,6 +201,9 @@ def _named(value: object) -> object:
 
 _BALANCERS = (EXPERTS, SEQUENCES, LAYERS)
 _GRAPH = "a CUDA graph repeats the step that it captured, and later steps differ"
+_PLANS = (
+    "a graph repeats the plan that it captured, and each micro-batch has its own; the host launches each kernel again"
+)
 _CAPTURED = "a captured graph repeats the plain model"
 _TE_EXPERTS = "it needs Transformer Engine's grouped experts"
 _USE_TE_EXPERTS = "use --transformer-impl transformer_engine --moe-grouped-gemm"
@@ -254,8 +258,6 @@ INCOMPATIBLE: tuple[Incompatible, ...] = (
     Incompatible("use_te_activation_func", ON, (EXPERTS,), _MODULES),
     Incompatible("mlp_chunks_for_training", other_than(1), (EXPERTS,),
                  "the tokens of a micro-batch then pass through the experts in several parts", "use 1"),
-    Incompatible("moe_grouped_gemm", ON, (OWN_EXPERTS,), _TE_EXPERTS,
-                 "use --transformer-impl transformer_engine, or drop it"),
     Incompatible("use_transformer_engine_op_fuser", ON, (OWN_EXPERTS,), _TE_EXPERTS, _USE_TE_EXPERTS),
     Incompatible("moe_mlp_glu_interleave_size", ON, (OWN_EXPERTS,), _TE_EXPERTS, _USE_TE_EXPERTS),
     Incompatible("moe_single_grouped_weight", ON, (EXPERTS,),
@@ -403,17 +405,15 @@ INCOMPATIBLE: tuple[Incompatible, ...] = (
                  "a move restarts it, but a CUDA graph holds its streams", "use --cuda-graph-impl none",
                  {"cuda_graph_impl": other_than("none")}, TRAINER),
     Incompatible("cpu_offloading_num_layers", ON, (LAYERS,), _COUNTS),
-    Incompatible("cuda_graph_impl", other_than("none"), (SEQUENCES,), _GRAPH, "use --cuda-graph-impl none"),
-    Incompatible("cuda_graph_impl", other_than("none", "transformer_engine"), (LAYERS,),
-                 "it cannot be captured again after a move", "use --cuda-graph-impl transformer_engine",
-                 where=TRAINER),
+    Incompatible("cuda_graph_impl", other_than("none"), (SEQUENCES,), _PLANS, where=TRAINER, switches_off=True),
+    Incompatible("external_cuda_graph", ON, (SEQUENCES,), _PLANS, where=TRAINER, switches_off=True),
     Incompatible("cuda_graph_impl", other_than("none"), (LAYERS,),
                  "layers of hybrid models cannot be captured again after a move", "use --cuda-graph-impl none",
                  {"hybrid_layer_pattern": ON}, TRAINER),
     Incompatible("cuda_graph_impl", other_than("none"), (RELEASE,), "its graphs hold process groups that shrink",
                  "use --cuda-graph-impl none"),
     Incompatible("enable_cuda_graph", ON, (*_BALANCERS, RELEASE), _GRAPH, where=TRAINER),
-    Incompatible("external_cuda_graph", ON, (SEQUENCES, RELEASE), _GRAPH),
+    Incompatible("external_cuda_graph", ON, (RELEASE,), _GRAPH),
     Incompatible("cuda_graph_impl", other_than("none"), (EXPERTS, ATTENTION, LAYERS), _CAPTURED,
                  "use --cuda-graph-impl none", where=LOOPS),
     Incompatible("enable_cuda_graph", ON, (EXPERTS, ATTENTION, LAYERS), _CAPTURED, where=LOOPS),

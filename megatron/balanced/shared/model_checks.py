@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron.balanced.shared.incompatible import ATTENTION, EXPERTS, LATE, LAYERS, LOOPS, TRAINER, refused
@@ -44,6 +45,8 @@ def check_model(
             raise ValueError(
                 f"the model has a balancer of class {kind} already; close() its Balancers before another one"
             )
+        if kind == "LayerBalancer":
+            _check_decoder(chunk)
     _check_groups(chunks)
     optimizer_config = getattr(optimizer, "config", None)
     configs = get_model_config(chunks[0]), getattr(chunks[0], "ddp_config", None), optimizer_config
@@ -81,6 +84,19 @@ def _check_wrapped(chunk: torch.nn.Module) -> None:
     raise ValueError(
         f"a model chunk of class {name} cannot be balanced; wrap it in megatron.core's DistributedDataParallel first"
     )
+
+
+def _check_decoder(chunk: torch.nn.Module) -> None:
+    """Raise ValueError for a model with layers beside its decoder, or with its decoder inside of a part of it. The time
+    of a vision tower is not measured, and the first layers may need what it computes, which stays on the first stage.
+    """
+    model = unwrap_model(chunk)
+    for name, module in model.named_modules():
+        if isinstance(module, TransformerBlock) and name != "decoder":
+            raise ValueError(
+                f"layers of a {type(model).__name__} cannot move, since it has some in {name} and not only in "
+                "decoder, as a GPTModel has; drop the LayerBalancer"
+            )
 
 
 def _check_groups(chunks: Sequence[torch.nn.Module]) -> None:

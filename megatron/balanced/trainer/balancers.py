@@ -13,10 +13,11 @@ from megatron.balanced.trainer.trials import check_trials
 
 __all__ = ["check_balancers", "switch_on"]
 
-# Balancer -> its check. Its config is the field of that name, its flag --balance-NAME.
+# Balancer -> its check, in this order, since sequences switch CUDA graphs off, and experts map them before layers do.
+# Its config is the field of that name, its flag --balance-NAME.
 _CHECKS: dict[str, Callable[[argparse.Namespace, Any], tuple[Any, list[str]]]] = {
-    "experts": check_experts,
     "sequences": check_sequences,
+    "experts": check_experts,
     "layers": check_layers,
 }
 

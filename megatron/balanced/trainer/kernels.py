@@ -27,6 +27,8 @@ def kernels_line(args: argparse.Namespace) -> str:
     if args.num_experts:
         grouped = engine and args.moe_grouped_gemm
         experts = f"; experts: {'Transformer Engine, grouped' if grouped else 'one after the other'}"
+        if args.balance_experts and not is_cpu():
+            experts += ", or PyTorch's grouped product, as settings and measurement have it when the model is built"
     return f"kernels: attention: {attention}{experts}"
 
 

@@ -31,8 +31,8 @@ def why_whole(args: argparse.Namespace) -> str | None:
         return why
     if not args.num_experts:
         return None
-    if args.moe_token_dispatcher_type == "allgather":
-        return "--moe-token-dispatcher-type allgather needs the same number of rows in every micro-batch"
+    if (dispatcher := _dispatcher_of_equal_ranks(args)) is not None:
+        return f"{dispatcher} needs the same number of rows in every micro-batch"
     for kind in ("aux_loss", "seq_aux_loss"):
         if kind in balancing_losses(args):
             return f"--moe-router-load-balancing-type {kind} needs the routing of all tokens of a micro-batch"
@@ -48,11 +48,21 @@ def why_of_one_size(args: argparse.Namespace) -> str | None:
     """
     if args.pipeline_model_parallel_size > 1:
         return "messages between pipeline stages have one size"
-    if args.num_experts and args.moe_token_dispatcher_type == "allgather":
-        return "--moe-token-dispatcher-type allgather needs the same number of tokens on each rank; alltoall does not"
+    if args.num_experts and (dispatcher := _dispatcher_of_equal_ranks(args)) is not None:
+        return f"{dispatcher} needs the same number of tokens on each rank; alltoall does not"
     for name in ("tp_comm_overlap", "fp8", "fp4"):
         if getattr(args, name, None):
             return f"--{name.replace('_', '-')} needs micro-batches of one size"
+    return None
+
+
+def _dispatcher_of_equal_ranks(args: argparse.Namespace) -> str | None:
+    """The flag of the dispatcher, if it needs as many tokens from each expert-parallel rank."""
+    if args.moe_token_dispatcher_type == "allgather":
+        return "--moe-token-dispatcher-type allgather"
+    pads = getattr(args, "moe_hybridep_pad_uneven_dispatch_inputs", False)
+    if args.moe_token_dispatcher_type == "flex" and args.moe_flex_dispatcher_backend == "hybridep" and not pads:
+        return "--moe-flex-dispatcher-backend hybridep"
     return None
 
 

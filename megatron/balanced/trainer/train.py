@@ -19,7 +19,6 @@ from balancing.pipeline.pattern import read_pattern
 from balancing.run_lock import one_run
 from balancing.settings import SettingError
 from megatron.balanced.experts.balancer import ReplicaMemoryError
-from megatron.balanced.experts.graphs import captures_iterations
 from megatron.balanced.fill.schedule import WeightGradientFill
 from megatron.balanced.observe.captured import CapturedObserver, IterationObserver
 from megatron.balanced.observe.empty_steps import EmptySteps
@@ -28,6 +27,7 @@ from megatron.balanced.observe.own_rates import OwnRates
 from megatron.balanced.observe.report_writer import ReportWriter
 from megatron.balanced.run import Run, Trained
 from megatron.balanced.shared.callbacks import StepCallback
+from megatron.balanced.shared.captured_schedule import captures_iterations
 from megatron.balanced.shared.job import Job
 from megatron.balanced.shared.process_groups import SocketLimitError
 from megatron.balanced.trainer import patches
@@ -130,7 +130,7 @@ def _add_features(
     if config.sequences.enabled:
         tokens = sequences(run, args, config.sequences, model, resumed)
     if config.experts.enabled:
-        experts(run, config.experts)
+        experts(run, args, config, resumed)
     if config.layers.enabled:
         assert observer is not None
         rest += layers(run, args, config, model, observer)

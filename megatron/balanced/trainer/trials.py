@@ -6,6 +6,7 @@ from functools import partial
 
 from balancing.trials import TrialSchedule
 from megatron.balanced.run import Run
+from megatron.balanced.shared.captured_schedule import captures_iterations
 from megatron.balanced.trainer.checks.sequences import steps_ahead
 from megatron.balanced.trainer.config import BalanceConfig
 from megatron.balanced.trials.step_trials import StepTrials
@@ -43,6 +44,7 @@ def trials(
         steps=args.train_iters,
         delays={"sequences": steps_ahead(args)} if config.sequences.enabled else None,
         moves=config.layers.enabled,
+        settle=args.cuda_graph_warmup_steps if captures_iterations(args) else 0,
         report=run.report,
         stop_after=partial(_exit_after, args),
         record=record,

@@ -24,7 +24,7 @@ from megatron.balanced.trials.shares import what_ranks_share
 __all__ = ["StepTrials"]
 
 _WINDOW = 10  # steps before a move, and after it, that are compared
-_SETTLE = 3  # steps after a move that are not: layers that arrived have no replicas yet, and memory is allocated
+_SETTLE = 3  # fewest steps after a move that are not: layers that arrived have no replicas yet, and memory is allocated
 
 
 class _Timed(NamedTuple):
@@ -44,6 +44,7 @@ class StepTrials(StepCallback):
     steps: number of steps of the run; None if unknown.
     delays: steps from a decision until it takes effect, by name of the balancer.
     moves: whether layers may move.
+    settle: steps that run otherwise after a move, such as without a CUDA graph.
     report: receives the events; None without a report.
     stop_after: told, in a run of trials alone, the iteration (from 0) after which the run shall stop.
     record: what a checkpoint holds for the run that goes on from it: the iteration from which rounds are counted, and
@@ -58,6 +59,7 @@ class StepTrials(StepCallback):
         steps: int | None = None,
         delays: Mapping[str, int] | None = None,
         moves: bool = False,
+        settle: int = 0,
         report: Callable[[dict[str, Any]], None] | None = None,
         stop_after: Callable[[int], None] | None = None,
         record: MutableMapping[str, Any] | None = None,
@@ -76,7 +78,7 @@ class StepTrials(StepCallback):
         # Of the steps that are no trials: the latest ones, since layers have moved, and those before the move.
         self._latest: deque[_Timed] = deque(maxlen=_WINDOW if moves else 0)
         self._before: list[_Timed] | None = None
-        self._settling = 0
+        self._settle, self._settling = max(settle, _SETTLE), 0
         self._told: dict[str, int] = {}  # pairs that are in the report, by balancer
         if of.trained is not None:
             of.left_out_ahead = self._left_out_ahead
@@ -124,7 +126,7 @@ class StepTrials(StepCallback):
         self._begin, self._before = None, list(self._latest)
         self._latest.clear()
         self._timed.clear()
-        self._settling = _SETTLE
+        self._settling = self._settle
 
     def flush(self) -> None:
         """Steps of fewer ranks are not compared with those of all."""

@@ -7,12 +7,12 @@ gradient before those of its replicas were added, would give wrong numbers or a 
 
 import argparse
 import dataclasses
-from typing import Any
 
 from balancing.experts.config import ExpertConfig
 from balancing.experts.split.placed_split import MOST_RANKS
-from megatron.balanced.experts.graphs import captures_iterations
+from megatron.balanced.shared.captured_schedule import captures_iterations
 from megatron.balanced.shared.incompatible import EXPERTS, LATE, OWN_EXPERTS, check_compatible, shown, switch_off
+from megatron.balanced.trainer.checks.graphs import captured_again, graph_modules, map_local_graphs, names_of
 from megatron.balanced.trainer.dry_run import assumes_gpus
 from megatron.balanced.trainer.prediction import note_on_experts
 
@@ -20,11 +20,8 @@ __all__ = [
     "captures_experts",
     "check_experts",
     "leave_out_preprocessing",
-    "map_local_graphs",
     "with_captured_iterations",
 ]
-
-_INTERVAL = 100  # iterations between placements, if the given interval is too short for the graph to be replayed
 
 _WHY_NO_GRAPH = "a graph would repeat the routing of the captured micro-batch"
 _USE_GRAPHS_OF = "use --cuda-graph-modules attn moe_router"
@@ -56,13 +53,18 @@ def check_experts(args: argparse.Namespace, experts: ExpertConfig) -> tuple[Expe
     check_compatible(args, features, "--balance-experts", captures_experts(args))
     if experts.late_slots:
         check_compatible(args, LATE, f"experts.late_slots {experts.late_slots}")
-    notes += map_local_graphs(args)
+    notes += map_local_graphs(args, "--balance-experts", _WHY_NO_GRAPH)
     notes += leave_out_preprocessing(args)
     if captures_iterations(args):
         experts, more = with_captured_iterations(args, experts)
         notes += more
     notes += switch_off(args, EXPERTS, "--balance-experts")
     notes += note_on_experts(args)
+    if args.transformer_impl == "local" and args.moe_grouped_gemm:
+        notes.append(
+            "--moe-grouped-gemm without Transformer Engine's layers: experts are grouped by PyTorch's product where "
+            f'experts.gemm chooses it ("{experts.gemm}" is given)'
+        )
     if args.transformer_impl != "local" and not args.moe_grouped_gemm:
         notes.append(
             "--balance-experts runs experts on Megatron-LM's own linear layers instead of Transformer Engine's; with "
@@ -133,24 +135,12 @@ def _nothing_to_balance(args: argparse.Namespace) -> str | None:
     return None
 
 
-def _modules(args: argparse.Namespace) -> tuple[str, list[Any]]:
-    """The argument that names the captured modules, and its value."""
-    for name in ("cuda_graph_modules", "cuda_graph_scope_deprecated"):
-        if given := getattr(args, name, None):
-            return name, list(given)
-    return "cuda_graph_modules", []
-
-
-def _named(modules: list[Any]) -> list[str]:
-    return [module if isinstance(module, str) else module.name for module in modules]
-
-
 def captures_experts(args: argparse.Namespace) -> list[tuple[str, str, str]]:
     """Flags that would put experts into a CUDA graph: the flag as the user gave it, reason, way out."""
     if getattr(args, "cuda_graph_impl", "none") == "local":
         return []  # `map_local_graphs` leaves experts out
-    _, modules = _modules(args)
-    names = _named(modules)
+    _, modules = graph_modules(args)
+    names = names_of(modules)
     captured = [name for name in names if name.startswith("full") or name == "moe"]
     if captured:
         return [(f"--cuda-graph-modules {name}", _WHY_NO_GRAPH, _USE_GRAPHS_OF) for name in captured]
@@ -160,33 +150,10 @@ def captures_experts(args: argparse.Namespace) -> list[tuple[str, str, str]]:
     return []
 
 
-def map_local_graphs(args: argparse.Namespace) -> list[str]:
-    """Let Transformer Engine capture what Megatron-LM's own graphs would, without experts; without Transformer Engine
-    nothing is captured. Returns a note for the user if there were such graphs."""
-    if getattr(args, "cuda_graph_impl", "none") != "local":
-        return []
-    if args.transformer_impl != "transformer_engine":
-        args.cuda_graph_impl = "none"
-        return [f"--balance-experts switches --cuda-graph-impl local off: {_WHY_NO_GRAPH}"]
-    from megatron.core.transformer.enums import CudaGraphModule
-
-    argument, modules = _modules(args)
-    kept = [module for module in modules if not _named([module])[0].startswith(("full", "moe_preprocess"))]
-    kept = [CudaGraphModule.moe_router if _named([module])[0] == "moe" else module for module in kept]
-    whole = ["attn", *["mamba"] * bool(args.hybrid_layer_pattern), "moe_router"]
-    kept = list(dict.fromkeys(kept)) or [CudaGraphModule[name] for name in whole]
-    setattr(args, argument, kept)
-    args.cuda_graph_impl = "transformer_engine"
-    return [
-        f"--balance-experts uses --cuda-graph-impl transformer_engine --cuda-graph-modules {' '.join(_named(kept))} in "
-        f"the place of --cuda-graph-impl local: {_WHY_NO_GRAPH}"
-    ]
-
-
 def leave_out_preprocessing(args: argparse.Namespace) -> list[str]:
     """Remove `moe_preprocess` from the modules to capture. Returns a note for the user if it was one of them."""
-    argument, modules = _modules(args)
-    names = _named(modules)
+    argument, modules = graph_modules(args)
+    names = names_of(modules)
     if "moe_preprocess" not in names:
         return []
     setattr(args, argument, [module for module, name in zip(modules, names, strict=True) if name != "moe_preprocess"])
@@ -220,13 +187,9 @@ def with_captured_iterations(args: argparse.Namespace, config: ExpertConfig) -> 
             f"--expert-model-parallel-size {args.expert_model_parallel_size} above {MOST_RANKS}, and with "
             "experts.planner prophet; use --cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router"
         )
-    notes = []
-    without = 1 + args.cuda_graph_warmup_steps  # 1: the iteration that captures
-    if config.plan_interval <= without:
-        config = dataclasses.replace(config, plan_interval=max(_INTERVAL, 10 * without))
-    notes.append(
-        f"--balance-experts with {flag} places replicas after the first iteration and every "
-        f"{config.plan_interval} iterations (experts.plan_interval); after a change {without} iterations run "
-        "without the graph, and the last of them captures it again"
+    interval, after = captured_again(args, config.plan_interval)
+    note = (
+        f"--balance-experts with {flag} places replicas after the first iteration and every {interval} iterations "
+        f"(experts.plan_interval); after a change {after}"
     )
-    return config, notes
+    return dataclasses.replace(config, plan_interval=interval), [note]

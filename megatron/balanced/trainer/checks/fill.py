@@ -67,6 +67,8 @@ def _idle(args: argparse.Namespace) -> str | None:
 def _check(args: argparse.Namespace, config: BalanceConfig) -> None:
     """Raise ValueError for flags that are incompatible with --fill-with-weight-gradients."""
     check_compatible(args, FILL, _FLAG)
+    if config.experts.enabled and config.experts.gemm == "torch":
+        raise ValueError(f'{_FLAG} needs experts.gemm "megatron" or "auto": PyTorch\'s products defer no gradients')
     if args.gradient_accumulation_fusion and args.transformer_impl == "local":
         raise ValueError(
             f"{_FLAG} is incompatible with fused gradient accumulation, which adds weight gradients in backward "

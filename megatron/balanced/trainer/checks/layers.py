@@ -14,7 +14,9 @@ from balancing.layers.repack import check_repack
 from balancing.pipeline.layout import from_layout
 from balancing.pipeline.pattern import read_pattern
 from balancing.pipeline.stage_plan import StagePlan
+from megatron.balanced.shared.captured_schedule import captures_iterations
 from megatron.balanced.shared.incompatible import LAYERS, RELEASE, check_compatible, switch_off
+from megatron.balanced.trainer.checks.graphs import captured_again, map_local_graphs
 
 __all__ = ["check_layers"]
 
@@ -49,12 +51,25 @@ def check_layers(args: argparse.Namespace, layers: LayerConfig) -> tuple[LayerCo
     except ValueError as error:
         raise ValueError(f"{flag}: {error}") from error
     drops = args.attention_dropout or args.hidden_dropout
-    if drops and (args.cuda_graph_impl == "transformer_engine" or args.external_cuda_graph):
+    if drops and (args.cuda_graph_impl != "none" or args.external_cuda_graph):
         raise ValueError(
             f"{flag} captures CUDA graphs again after a move, which is untested with dropout; use "
             "--attention-dropout 0 --hidden-dropout 0, or --cuda-graph-impl none"
         )
+    if captures_iterations(args) and args.cuda_graph_warmup_steps < 2:
+        raise ValueError(
+            f"{flag} measures layers in iterations before the graph, without the first one, and "
+            f"--cuda-graph-warmup-steps {args.cuda_graph_warmup_steps} leaves none; use 3"
+        )
     notes = switch_off(args, LAYERS, flag)
+    notes += map_local_graphs(args, flag, "Megatron-LM captures them once, and a move changes what they hold")
+    if captures_iterations(args):
+        interval, after = captured_again(args, layers.interval)
+        layers = dataclasses.replace(layers, interval=interval)
+        notes.append(
+            f"{flag} with --cuda-graph-impl full_iteration measures layers in iterations without the graph, and "
+            f"decides every {interval} iterations (--layer-balance-interval); after a move {after}"
+        )
     if args.save and args.use_distributed_optimizer and not args.dist_ckpt_optim_fully_reshardable:
         args.dist_ckpt_optim_fully_reshardable = True
         notes.append(

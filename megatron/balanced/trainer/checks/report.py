@@ -2,7 +2,7 @@
 
 import argparse
 
-from megatron.balanced.experts.graphs import captures_iterations
+from megatron.balanced.shared.captured_schedule import captures_iterations
 
 __all__ = ["notes_on_report"]
 

@@ -16,7 +16,9 @@ from megatron.balanced.shared.incompatible import (
     SEQUENCES_OF_DATA,
     SEQUENCES_OF_STEP,
     check_compatible,
+    switch_off,
 )
+from megatron.balanced.trainer.checks.graphs import graph_modules
 from megatron.balanced.trainer.sequence_rules import (
     balancing_losses,
     mamba_heads,
@@ -87,6 +89,9 @@ def check_sequences(args: argparse.Namespace, sequences: SequenceConfig) -> tupl
     if latent_shape(args) is not None:
         notes.append("--balance-sequences sends latents instead of keys and values")
     args.create_attention_mask_in_dataloader = False
+    notes += switch_off(args, SEQUENCES, "--balance-sequences")
+    if args.cuda_graph_impl == "none":
+        setattr(args, graph_modules(args)[0], [])  # Megatron-LM's schedules read it also without graphs
     return sequences, notes
 
 
