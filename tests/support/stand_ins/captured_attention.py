@@ -80,6 +80,7 @@ def install() -> None:
     """Give this process, whose device is the CPU, such graphs, for good."""
     torch.cuda.CUDAGraph = _Graph
     torch.cuda.graph_pool_handle = lambda: (0, 0)
-    torch.distributed.Work.wait = _noted_wait
+    for work in (torch.distributed.Work, torch._C._distributed_c10d.FakeWork):
+        work.wait = _noted_wait
     for name in ("tolist", "numpy"):
         setattr(torch.Tensor, name, captured_iterations._not_captured(name))
