@@ -89,7 +89,7 @@ class PlacedSplit:
         counts = load if self._device is None else load.cpu().numpy()
         found = split_on_host(self._splitter, counts, sources, permille, least)
         if self._device is None:
-            return found._replace(expert=torch.from_numpy(found.expert))
+            return found._replace(expert=self._expert if found.late is None else torch.from_numpy(found.expert))
         return RankSplit(*(None if part is None else upload(part, self._device) for part in found))
 
     def route(self, *choices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,4 +17,4 @@ def route(
     chosen = routing_map.T.contiguous()
     number = (chosen.cumsum(dim=1, dtype=torch.int32) * chosen).index_select(0, expert)
     served = ((number > first[:, None]) & (number <= last[:, None])).T.contiguous()
-    return served, torch.where(served, probs.index_select(1, expert), 0)
+    return served, probs.index_select(1, expert) * served
