@@ -3,7 +3,6 @@
 from typing import Any
 
 from balancing.sequences.config import SequenceConfig
-from megatron.balanced.sequences.shape import latent_shape
 
 __all__ = ["check_graphs"]
 
@@ -25,6 +24,8 @@ def check_graphs(config: SequenceConfig, model: Any, *, nccl: bool, timed: bool)
             f"{setting} is incompatible with --balance-report: waits and kernels inside a CUDA graph have no times; "
             "drop one of the two"
         )
+    from megatron.balanced.sequences.shape import latent_shape  # imports megatron.core, before which a device is chosen
+
     if latent_shape(model) is not None:
         raise ValueError(
             f"{setting} does not capture attention that exchanges latents (--multi-latent-attention); drop it"
