@@ -98,8 +98,10 @@ def choose_gemm(
     """
     if wanted == "megatron" or (wanted == "auto" and device.type != "cuda"):
         return GemmChoice(own, f"experts: {TITLES[own]}")
-    if not why_own and device.type == "cuda":
-        why_own = _why_not_torch(sizes)
+    if device.type == "cuda" and (why := _why_not_torch(sizes)):  # on all ranks
+        if wanted == "torch":
+            raise KernelError(_not_here(wanted, why))
+        return GemmChoice(own, f"experts: {TITLES[own]}; {TITLES['torch']} left out: {why}")
     return choose_among_gemms({own: GEMMS[own], "torch": GEMMS["torch"]}, device, sizes, wanted, why_own, had)
 
 
@@ -120,8 +122,7 @@ def choose_among_gemms(
     chosen = next((name for name in named if costs[name] < math.inf), None)
     if chosen is None:
         if wanted != "auto":
-            why = wrong[wanted] or "not on all ranks"
-            raise KernelError(f'experts.gemm "{wanted}" does not run here: {why}; use "auto"')
+            raise KernelError(_not_here(wanted, wrong[wanted] or "not on all ranks"))
         chosen = own  # too little memory for a trial
     for name in named:
         if costs[name] < CLEARLY * costs[chosen]:
@@ -141,6 +142,10 @@ def _costs(gemms: Mapping[str, Gemm], fit: Sequence[str], device: torch.device, 
         (_seconds(gemms[name], device, sizes) if len(fit) > 1 else 0.0) if name in fit else math.inf for name in gemms
     ]
     return dict(zip(gemms, largest([here], device, None)[0], strict=True))
+
+
+def _not_here(wanted: str, why: str) -> str:
+    return f'experts.gemm "{wanted}" does not run here: {why}; use "auto"'
 
 
 def _rate(rates: Mapping[str, float], name: str) -> str:

@@ -12,7 +12,7 @@ from balancing.kernels.expert_choice import GemmChoice
 from megatron.balanced.trainer.checks.fill import check_fill
 from megatron.balanced.trainer.config import BalanceConfig
 from tests.experts.test_layer import ADVERSARIAL, EXPERTS
-from tests.experts.test_training import BASE, LAYOUTS, OTHERS, _balanced, _reference
+from tests.experts.test_training import BASE, LATE, LAYOUTS, _balanced, _reference
 from tests.support.one_layer import Layer, assert_alike, run_layer
 from tests.support.sampled import sampled
 from tests.support.settings import settings
@@ -46,13 +46,10 @@ def test_a_layer_computes_the_same(pool, case, form, holds):
     assert_alike(run_layer(pool, grouped), run_layer(pool, plain), tolerance=1e-12)
 
 
-CASES = {**LAYOUTS, **OTHERS}
-
-
 @pytest.mark.parametrize(
     "case, mode",
     sampled(
-        itertools.product(CASES, ("resident", "shared")),
+        itertools.product(LATE, ("resident", "shared")),
         ("EP 2, PP 2", "resident"),
         ("overlap", "shared"),
         ("ETP 2", "resident"),
@@ -61,7 +58,7 @@ CASES = {**LAYOUTS, **OTHERS}
 def test_grouped_products_change_no_number(pool, tmp_path, case, mode):
     """Of the run without replicas, which multiplies one expert after the other. Megatron-LM's local experts take
     --moe-grouped-gemm, too."""
-    ranks, flags = CASES[case]
+    ranks, flags = LATE[case]
     flags += " --moe-token-dispatcher-type alltoall"
     grouped = settings("experts", replica_mode=mode, gemm="torch") + " --moe-grouped-gemm"
     run = _balanced(pool, tmp_path, ranks, flags, grouped)

@@ -179,3 +179,18 @@ def test_without_a_gpu_the_own_products_stay_and_nothing_is_measured(monkeypatch
         assert (choice.name, choice.rates, choice.recorded) == (own, {}, None)
     assert choose_gemm(CPU, SIZES, "sequential", "torch").name == "torch"
     assert choose_gemm(torch.device("cuda"), SIZES, "te", "megatron").name == "te"
+
+
+@pytest.mark.parametrize(
+    "sizes, why",
+    [
+        (SIZES, "it has none of torch.float64"),
+        (ExpertSizes(torch.bfloat16, 16, 12, False, 4, 40), "its widths are multiples of 8, and experts have 12"),
+    ],
+)
+def test_experts_that_the_operator_does_not_take_are_not_tried_on_a_gpu(sizes, why):
+    gpu = torch.device("cuda")
+    choice = choose_gemm(gpu, sizes, "sequential")
+    assert choice.name == "sequential" and choice.line.endswith(f"grouped by PyTorch left out: {why}")
+    with pytest.raises(KernelError, match=why):
+        choose_gemm(gpu, sizes, "sequential", "torch")

@@ -54,10 +54,11 @@ class _Linear(torch.nn.Module):
         for module in self._owners:
             for hook in module._forward_pre_hooks.values():
                 hook(module, (rows,))
+        scale, self._scale = self._scale, None  # whose graph is not kept
         output = grouped_linear(torch_product, rows, self._counts, self._weights())
         if biases := self._biases():
             bias = rows_of_biases(torch_product, self._counts, biases)
-            output += bias if self._scale is None else bias * self._scale.unsqueeze(-1)
+            output += bias if scale is None else bias * scale.unsqueeze(-1)
         return output, None
 
 
