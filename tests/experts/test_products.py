@@ -80,7 +80,9 @@ def _asked_for(argv: list[str]) -> list[tuple[str, str | None, str, int]]:
 
     asked = []
 
-    def choose(device: Any, sizes: Any, own: str, wanted: str, *, why_own: str, had: str | None) -> GemmChoice:
+    def choose(
+        device: Any, sizes: Any, own: str, wanted: str = "auto", *, why_own: str = "", had: str | None = None
+    ) -> GemmChoice:
         asked.append((wanted, had, own, sizes.experts))
         return GemmChoice("torch", "experts: chosen", {"torch": 5e14}, "torch")
 

@@ -9,6 +9,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[2]
 OF_THE_PROCESS = {
     "balancing/clock.py": {"_paced"},  # a benchmark's pace, by thread
+    "balancing/experts/split/launching.py": {"_compiled"},  # kernels
     "balancing/files.py": {"_swept"},
     "balancing/kernels/choice.py": {"_chosen"},  # measured once on a device
     "balancing/kernels/rows.py": {"_launched"},  # compiled kernels

@@ -240,8 +240,8 @@ def _decide(argv: list[str]) -> tuple[RankRun, list[int], list[Any], list[int]]:
     worked: dict[Any, float] = {}
     begin, end, replay = Graph.__init__, Graph.undo, Graph.replay
 
-    def begin_capture(self: Any, *args: Any) -> None:
-        begin(self, *args)
+    def begin_capture(self: Any, keep_graph: bool = False) -> None:
+        begin(self, keep_graph)
         worked[self] = -clock.mark()[1]
 
     def end_capture(self: Any) -> None:
@@ -258,9 +258,9 @@ def _decide(argv: list[str]) -> tuple[RankRun, list[int], list[Any], list[int]]:
     measured: list[int] = []
     add = LayerPlanner.add
 
-    def added(self: Any, iteration: int, *args: Any) -> None:
+    def added(self: Any, iteration: int, record: Any, micro_batches: int) -> None:
         measured.append(iteration)
-        add(self, iteration, *args)
+        add(self, iteration, record, micro_batches)
 
     LayerPlanner.add = added
     at_end_of_step(lambda balancer: plans.append([len(stage[0]) for stage in balancer.mover.plan.chunks]))
