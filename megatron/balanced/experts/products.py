@@ -20,6 +20,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from balancing.experts.config import ExpertConfig
 from balancing.kernels.expert_choice import ExpertSizes, GemmChoice, choose_gemm
 from balancing.kernels.expert_products import grouped_linear, rows_of_biases, torch_product
+from megatron.balanced.cpu.device import is_cpu
 from megatron.balanced.experts.parameters import is_grouped_linear
 from megatron.balanced.experts.replicated import ReplicatedExperts, ReplicatedSequentialMLP, ReplicatedTEGroupedMLP
 from megatron.balanced.experts.twins import twin_of, with_further_experts
@@ -189,7 +190,7 @@ def choose_products(
 
     Raises KernelError, a ValueError, if the products that `config` names do not run here.
     """
-    device = torch.empty(0, device=torch.cuda.current_device()).device
+    device = torch.device("cpu") if is_cpu() else torch.device("cuda", torch.cuda.current_device())
     parts = mpu.get_expert_tensor_parallel_world_size()
     ways = model.tensor_model_parallel_size * model.context_parallel_size
     tokens = parts * job.micro_batch_size * job.seq_length // ways
