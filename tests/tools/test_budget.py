@@ -13,7 +13,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 MOST = {
     ("balancing", "megatron"): 44_100,
     ("balancing_tools",): 4_900,
-    ("tests",): 51_800,
+    ("tests",): 51_900,
     ("benchmarks", "scripts"): 12_800,
 }
 
