@@ -77,7 +77,7 @@ def _balanced(pool, tmp_path: Path, ranks: int, flags: str, balance: str) -> Run
     balance = f"--balance-experts --balance-report {tmp_path} {balance}"
     run = train(pool, ranks, f"{flags} {balance}", base=BASE, parameters=True)
     moves = events_in(tmp_path, action="replicate")
-    assert len(moves) > 6, "hardly anything was replicated, so nothing was tested"
+    assert len(moves) > 3, "hardly anything was replicated, so nothing was tested"
     assert all(line["moved_bytes"] > 0 for line in moves)
     expert_ranks = int(flags.split("--expert-model-parallel-size ")[1].split()[0])
     assert all(len(line["tokens_per_rank"]) == expert_ranks for line in moves)
