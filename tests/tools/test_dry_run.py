@@ -72,12 +72,6 @@ def test_mamba_layers_see_whole_documents(pool):
         ("--cluster b9000", "1024", ("--cluster", "b9000")),
         ("--device tpu", "1024", ("--device", "tpu", "'cuda', 'cpu'")),
         (
-            "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep --cuda-graph-impl full_iteration "
-            "--no-check-for-nan-in-loss-and-grad",
-            "1024",
-            ("the host reads how many tokens", "1.5", "--cuda-graph-impl transformer_engine"),
-        ),
-        (
             "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend ncclep --mtp-num-layers 2 "
             "--mtp-use-repeated-layer",
             "1024",
