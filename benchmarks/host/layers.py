@@ -9,7 +9,7 @@ each pass of an MoE layer, where in training it has many layers and micro-batche
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,20 +17,34 @@ import torch
 from benchmarks.host.counting import Counted, Measured, fake_ranks, measure
 from benchmarks.replaced import replace_name
 
-__all__ = ["experts", "preprocessing", "report"]
+__all__ = ["REPLICAS", "Sizes", "expert_ranks", "experts", "moe_layer", "preprocessing", "report"]
 
-_HIDDEN, _TOKENS, _TOPK = 32, 64, 2
-_SLOTS, _EXPERTS = 2, 4  # of a rank
+_HIDDEN = 32
+REPLICAS = 2  # of a rank, at most
 _LAYERS = 4  # that the report times
-_WITHOUT, _WITH, _HOOKS = 1.02, 1.10, 1.01  # goals
+_WITHOUT, _WITH, _HOOKS = 1.02, 1.15, 1.01  # goals
+
+
+class Sizes(NamedTuple):
+    """An MoE layer. tokens, experts: of a rank. topk: experts of a token."""
+
+    hidden: int = _HIDDEN
+    ffn_hidden: int = _HIDDEN
+    tokens: int = 64
+    topk: int = 2
+    experts: int = 4
+    dtype: torch.dtype = torch.float32
+
+
+_SIZES = Sizes()
 
 
 @contextmanager
-def _megatron(ranks: int) -> Iterator[None]:
-    """megatron.core on the CPU device, as the first of fake expert-parallel ranks."""
+def expert_ranks(ranks: int, device: str = "cpu") -> Iterator[None]:
+    """megatron.core on a device, as the first of fake expert-parallel ranks."""
     from megatron.balanced.cpu.device import is_cpu, use_cpu
 
-    if not is_cpu():
+    if device == "cpu" and not is_cpu():
         use_cpu()
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -55,14 +69,14 @@ def experts(quick: bool) -> list[dict[str, Any]]:
     and balanced with none, one and both slots full."""
     rows = []
     for ranks in (4, 8) if quick else (4, 8, 64):
-        with _megatron(ranks):
-            own = _moe_layer(ranks, None)
+        with expert_ranks(ranks):
+            own = measure(*moe_layer(ranks, None))
             rows.append(_row(f"EP {ranks}, Megatron-LM's", own, None, None))
-            more = _moe_layer(ranks, None, _EXPERTS + _SLOTS)
+            more = measure(*moe_layer(ranks, None, _SIZES._replace(experts=_SIZES.experts + REPLICAS)))
             rows.append(_row(f"EP {ranks}, with slots as experts", more, more.seconds / own.seconds, None))
-            for full in range(_SLOTS + 1):
-                measured = _moe_layer(ranks, full)
-                case = f"EP {ranks}, {full} of {_SLOTS} slots full" if full else f"EP {ranks}, no replicas"
+            for full in range(REPLICAS + 1):
+                measured = measure(*moe_layer(ranks, full))
+                case = f"EP {ranks}, {full} of {REPLICAS} slots full" if full else f"EP {ranks}, no replicas"
                 rows.append(_row(case, measured, measured.seconds / own.seconds, _WITH if full else _WITHOUT))
     return rows
 
@@ -72,24 +86,31 @@ def preprocessing(quick: bool) -> list[dict[str, Any]]:
     it: from the router to the dispatch of tokens, of Megatron-LM's layer and of a balanced one with full slots."""
     rows = []
     for ranks in (8,) if quick else (8, 64):
-        with _megatron(ranks):
+        with expert_ranks(ranks):
             for dispatcher in ("alltoall", "flex"):
-                for case, full in (("Megatron-LM's", None), ("no replicas", 0), ("slots full", _SLOTS)):
-                    measured = _moe_layer(ranks, full, dispatcher=dispatcher, only_preprocess=True)
+                for case, full in (("Megatron-LM's", None), ("no replicas", 0), ("slots full", REPLICAS)):
+                    measured = measure(*moe_layer(ranks, full, dispatcher=dispatcher, only_preprocess=True))
                     rows.append(_row(f"EP {ranks}, {dispatcher}, {case}", measured, None, None))
     return rows
 
 
-def _moe_layer(
+def moe_layer(
     ranks: int,
     full: int | None,
-    experts: int = _EXPERTS,
+    sizes: Sizes = _SIZES,
     *,
+    device: str = "cpu",
+    gemm: str = "megatron",
     dispatcher: str = "alltoall",
     only_preprocess: bool = False,
-) -> Measured:
-    """Forward and backward of a layer. full: slots with a replica on each rank; None for Megatron-LM's own layer.
-    experts: of a rank. dispatcher: "flex" has HybridEP as its backend. only_preprocess: of that part alone."""
+) -> tuple[Callable[[], None], Counted]:
+    """Forward and backward of a layer, and what counts its kernels on the CPU device. Called under `expert_ranks`.
+
+    full: slots with a replica on each rank; None for Megatron-LM's own layer.
+    gemm: products of experts of a balanced layer, as in `balance_layer`.
+    dispatcher: "flex" has HybridEP as its backend.
+    only_preprocess: of that part alone.
+    """
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.mlp import MLPSubmodules
     from megatron.core.transformer.moe import token_dispatcher
@@ -104,27 +125,30 @@ def _moe_layer(
         gather = token_dispatcher.gather_from_sequence_parallel_region
         replace_name(token_dispatcher, "gather_from_sequence_parallel_region", with_known_counts(gather))
     replace_name(token_dispatcher, "hybrid_ep_dispatch", token_dispatcher.hybrid_ep_dispatch or (lambda *unused: None))
-    number = experts * ranks
+    number = sizes.experts * ranks
     config = TransformerConfig(
-        num_layers=1, num_attention_heads=4, hidden_size=_HIDDEN, moe_ffn_hidden_size=_HIDDEN,
-        num_moe_experts=number, moe_router_topk=_TOPK, moe_token_dispatcher_type=dispatcher,
+        num_layers=1, num_attention_heads=4, hidden_size=sizes.hidden, moe_ffn_hidden_size=sizes.ffn_hidden,
+        num_moe_experts=number, moe_router_topk=sizes.topk, moe_token_dispatcher_type=dispatcher,
+        params_dtype=sizes.dtype, bf16=sizes.dtype is torch.bfloat16,
         moe_flex_dispatcher_backend="hybridep",
         expert_model_parallel_size=ranks, add_bias_linear=False, gated_linear_unit=True,
         activation_func=torch.nn.functional.silu, moe_router_load_balancing_type="none",
     )  # fmt: skip
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     layer: Any = MoELayer(config, MoESubmodules(experts=partial(SequentialMLP, submodules=linears)), layer_number=1)
-    chosen = torch.arange(_TOKENS * _TOPK).view(_TOKENS, _TOPK) % number
-    routing_map = torch.zeros(_TOKENS, number, dtype=torch.bool).scatter_(1, chosen, True)
-    probs = (torch.rand(_TOKENS, number) * routing_map).requires_grad_()
+    tokens = sizes.tokens
+    chosen = torch.arange(tokens * sizes.topk, device=device).view(tokens, sizes.topk) % number
+    routing_map = torch.zeros(tokens, number, dtype=torch.bool, device=device).scatter_(1, chosen, True)
+    probs = (torch.rand(tokens, number, device=device) * routing_map).requires_grad_()
     layer.route = lambda hidden, padding_mask=None: (probs, routing_map)
-    hidden = torch.randn(_TOKENS, 1, _HIDDEN, requires_grad=True)
-    grad = torch.randn(_TOKENS, 1, _HIDDEN)
+    hidden = torch.randn(tokens, 1, sizes.hidden, dtype=sizes.dtype, device=device, requires_grad=True)
+    grad = torch.randn_like(hidden)
     counted = Counted()
     slots = None
     if full is not None:
-        _split_at_once(counted)
-        balance_layer(layer, _SLOTS)
+        if device == "cpu":
+            _split_at_once(counted)
+        balance_layer(layer, REPLICAS, gemm=gemm)
         slots = _fill(layer, ranks, full)
     if only_preprocess and full is not None:
         slots = layer.experts.slots = None  # replicas are sent in any case
@@ -142,7 +166,7 @@ def _moe_layer(
         if full is not None:
             layer.forget_passes()
 
-    return measure(both, counted)
+    return both, counted
 
 
 def _fill(layer: Any, ranks: int, full: int) -> Any:
@@ -152,14 +176,14 @@ def _fill(layer: Any, ranks: int, full: int) -> Any:
     from balancing.experts.engine.slots import HomeExperts, ReplicaSlots
     from balancing.experts.placement import ReplicaPlacement
 
-    slot_expert = np.full((ranks, _SLOTS), -1)
+    slot_expert = np.full((ranks, REPLICAS), -1)
     for slot in range(full):
-        slot_expert[:, slot] = (np.arange(ranks) + 1) % ranks * _EXPERTS + slot
+        slot_expert[:, slot] = (np.arange(ranks) + 1) % ranks * layer.num_local_experts + slot
     layer.place(ReplicaPlacement(layer.placement.home, slot_expert))
     homes = [[list(expert.parameters()) for expert in layer.experts.local_experts]]
     sums = {id(weight): torch.zeros_like(weight) for weight in layer.experts.parameters()}
     held = HomeExperts(homes, gradient=lambda weight: sums[id(weight)])
-    slots = ReplicaSlots(held, _SLOTS, dist.group.WORLD, shared=False)
+    slots = ReplicaSlots(held, REPLICAS, dist.group.WORLD, shared=False)
     layer.experts.slots = slots
     return slots
 
@@ -205,7 +229,7 @@ def _split_at_once(counted: Counted) -> None:
 
 def report() -> list[dict[str, Any]]:
     """Dense transformer layers without and with the report's hooks, and a schedule that does nothing, wrapped."""
-    with _megatron(1):
+    with expert_ranks(1):
         plain, watched = _dense_layers(watched=False), _dense_layers(watched=True)
         rows = [_row(f"{_LAYERS} dense layers", plain, None, None)]
         rows.append(_row("with the report's hooks", watched, watched.seconds / plain.seconds, _HOOKS))

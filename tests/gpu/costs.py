@@ -514,3 +514,26 @@ def moe_shares(device: str, notes: Notes) -> None:
         way = min(took, key=lambda way: took[way])
         times = f", {ALONE} {took[ALONE]:.2f} ms, {way} {took[way]:.2f} ms" if took[way] else ""
         notes.figure(f"{name}: {rows[name]} rows{times}")
+
+
+def moe_layer(device: str, notes: Notes) -> None:
+    """Milliseconds of an MoE layer forward and backward, balanced beside Megatron-LM's own, as one of eight ranks with
+    its messages stubbed; by products of experts. Goals: 1.05 without replicas, 1.15 with two."""
+    from benchmarks.host.layers import REPLICAS, Sizes, expert_ranks
+    from benchmarks.host.layers import moe_layer as layer
+
+    local_device(device)
+    # One of Qwen3-30B-A3B
+    sizes = Sizes(2048, 768, 4096, 8, 16, torch.bfloat16) if device == "cuda" else Sizes()
+    with expert_ranks(RANKS, device):
+        own = _timed(layer(RANKS, None, sizes, device=device)[0], device)
+        notes.figure("Megatron-LM's" + _milliseconds(own))
+        for gemm in ("megatron", "torch"):
+            for full in (0, REPLICAS):
+                found = _timed(layer(RANKS, full, sizes, device=device, gemm=gemm)[0], device)
+                ratio = f", {found[1] / own[1]:.2f} times, goal {1.15 if full else 1.05}" if own[1] else ""
+                notes.figure(f"balanced, products {gemm}, {full} replicas{_milliseconds(found)}{ratio}")
+
+
+def _milliseconds(took: tuple[float, float]) -> str:
+    return f": host {took[0]:.2f} ms, device {took[1]:.2f} ms" if took[1] else ""

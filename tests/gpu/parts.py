@@ -78,6 +78,7 @@ PARTS = (
     _alone("rates-attention", "costs:attention_rates", 45, 1, "TFLOP/s of attention by kernel and length"),
     _alone("rates-experts", "costs:expert_rates", 50, 1, "TFLOP/s of experts by product, rows, experts and replicas"),
     _alone("rates-split", "costs:split_times", 12, 1, "device and host of a split of tokens", "compiler"),
+    _alone("moe-layer", "costs:moe_layer", 12, 1, "a balanced MoE layer beside Megatron-LM's own, messages stubbed"),
     _alone("shares", "costs:moe_shares", 8, 1, "a Mixtral layer's share of the slowest rank, by plan"),
     _alone("quarters-sequences", "quarters.sequences", 70, 4, "CP 4 on packed documents, by the clock", "mps"),
 )
