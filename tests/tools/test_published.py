@@ -67,7 +67,7 @@ def test_differences_above_the_noise_are_marked(
     assert main(["--json", str(tmp_path / "found.json")]) == code
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if "f1257a0" in line] == [
-        "  2026-11-26 f1257a0 python -m benchmarks.host: 0 of 3 files changed"
+        "  2026-11-26 f1257a0 python -m benchmarks.host: 0 commits back, 0 of 3 files changed"
     ], "of runs that were not repeated alone"
     assert sum(line.endswith("DIFFERS") for line in lines) == marked
     found = json.loads((tmp_path / "found.json").read_text())
