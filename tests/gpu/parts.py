@@ -68,7 +68,7 @@ PARTS = (
     _alone("quarters", "quarters.layers", 75, 4, "moved layers by the clock: 4 stages on quarters of a GPU", "mps"),
     Part("attention", "attention:kernel_parity", 35, 1, "kernels and merged pieces against float64 on the host"),
     Part("merges", "attention:merges_and_sums", 5, 1, "merges of pieces and sums of gradients", needs="compiler"),
-    _alone("attention-graphs", "graphs.attention", 30, 2, "attention replayed from CUDA graphs: bits, host, device"),
+    _alone("attention-graphs", "graphs.attention", 22, 2, "attention replayed from CUDA graphs: bits, host, device"),
     Part("split", "splits.kernels_like_numpy", 12, 1, "splits of tokens equal to the token", needs="compiler"),
     Part("races", "races.late_streams", 80, 2, "late streams change no bit, fp32 and bf16"),
     Part(
@@ -78,7 +78,7 @@ PARTS = (
     _alone("rates-attention", "costs:attention_rates", 45, 1, "TFLOP/s of attention by kernel and length"),
     _alone("rates-experts", "costs:expert_rates", 50, 1, "TFLOP/s of experts by product, rows, experts and replicas"),
     _alone("rates-split", "costs:split_times", 12, 1, "device and host of a split of tokens", "compiler"),
-    _alone("moe-layer", "costs:moe_layer", 12, 1, "a balanced MoE layer beside Megatron-LM's own, messages stubbed"),
+    _alone("moe-layer", "costs:moe_layer", 10, 1, "a balanced MoE layer beside Megatron-LM's own, messages stubbed"),
     _alone("shares", "costs:moe_shares", 8, 1, "a Mixtral layer's share of the slowest rank, by plan"),
     _alone("quarters-sequences", "quarters.sequences", 70, 4, "CP 4 on packed documents, by the clock", "mps"),
 )
