@@ -249,6 +249,14 @@ class ReplicaPlacement:
         return self._digest
 
     @cached_property
+    def by_expert(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """An order of physical numbers in which instances of an expert are side by side; in it the place of each
+        expert's first instance, for each of its instances; and of each physical number, its place."""
+        order = np.argsort(self.phys2log, kind="stable")
+        experts = self.phys2log[order]
+        return order, np.searchsorted(experts, experts), np.argsort(order)
+
+    @cached_property
     def _digest(self) -> str:
         sizes = f"{self.split} {self.ranks_per_node} {self.nics_per_node} {self.late_slots} {self.slot_expert.shape}"
         content = hashlib.sha256(sizes.encode())

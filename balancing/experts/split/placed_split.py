@@ -13,7 +13,7 @@ import torch
 from balancing.experts.late import LateCopies
 from balancing.experts.placement import ReplicaPlacement, color_by_rank
 from balancing.experts.split.routes import route
-from balancing.experts.split.split import MOST_RANKS, RankSplit, Splitter, run_starts, sweeps_of
+from balancing.experts.split.split import MOST_RANKS, RankSplit, Splitter, sweeps_of
 from balancing.upload import upload
 
 __all__ = ["PlacedSplit", "SplitTables", "kernels_split", "place_all", "split_on_host"]
@@ -108,10 +108,10 @@ def split_on_host(
         placed, served = LateCopies(splitter, permille, least).split(load)
     rows = served if sources is None else served[sources.start : sources.stop]
     # Tokens of lower-numbered instances, in an order of physical numbers in which those of an expert are side by side.
-    order = np.argsort(placed.phys2log, kind="stable")
+    order, starts, places = placed.by_expert
     tokens = rows.take(order, -1)
     first = tokens.cumsum(-1) - tokens
-    first = (first - first.take(run_starts(placed.phys2log[order]), -1)).take(np.argsort(order), -1)
+    first = (first - first.take(starts, -1)).take(places, -1)
     of_ranks = served.reshape(len(served), len(served), -1).sum((0, 2))
     late = placed.late if placed.late_slots else None
     return RankSplit(np.ascontiguousarray(served), first, first + rows, of_ranks, np.maximum(placed.phys2log, 0), late)

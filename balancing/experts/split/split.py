@@ -28,7 +28,6 @@ __all__ = [
     "RankSplit",
     "Splitter",
     "check_counts",
-    "run_starts",
     "split_tokens",
     "sweeps_of",
     "traffic",
@@ -208,9 +207,9 @@ class Splitter:
         self._nodes = -(-place.num_ranks // place.ranks_per_node)
         self._padding = self._nodes * place.ranks_per_node - place.num_ranks
         self._node = rank // place.ranks_per_node
-        self._row_start, self._row_end = run_starts(row), np.flatnonzero(np.append(row[1:] != row[:-1], True))
+        self._row_start, self._row_end = _run_starts(row), np.flatnonzero(np.append(row[1:] != row[:-1], True))
         in_node = row * self._nodes + self._node
-        self._node_start, self._node_end = run_starts(in_node), _ends(in_node)
+        self._node_start, self._node_end = _run_starts(in_node), _ends(in_node)
 
     def _build_cells(self, sizes: np.ndarray, rows: np.ndarray, count: np.ndarray, row: np.ndarray) -> np.ndarray:
         """Lay out the tables of all classes, one after another. A class's table is [position in the chain, row].
@@ -369,7 +368,7 @@ class Splitter:
         return upto
 
 
-def run_starts(keys: np.ndarray) -> np.ndarray:
+def _run_starts(keys: np.ndarray) -> np.ndarray:
     """For each position, the first position of its run of equal values."""
     first = np.concatenate([[True], keys[1:] != keys[:-1]])
     return np.maximum.accumulate(np.where(first, np.arange(len(keys)), 0))
@@ -377,4 +376,4 @@ def run_starts(keys: np.ndarray) -> np.ndarray:
 
 def _ends(keys: np.ndarray) -> np.ndarray:
     """For each position, the last position of its run of equal values."""
-    return len(keys) - 1 - run_starts(keys[::-1])[::-1]
+    return len(keys) - 1 - _run_starts(keys[::-1])[::-1]

@@ -43,9 +43,9 @@ def captures_next(wrapper: Any) -> bool | None:
     return wrapper.cuda_graph["training"] is None
 
 
-def graph_of_iterations(schedule: Any, chunks: Sequence[Any], before: Callable[[], None] = lambda: None) -> Any:
-    """The `graph_wrapper`. From now on it calls `before` at the beginning of each iteration that it captures or runs
-    without a graph, and such an iteration gathers all parameters that are gathered in forward passes.
+def graph_of_iterations(schedule: Any, chunks: Sequence[Any], before: Callable[[], None] = lambda: None) -> None:
+    """From now on the `graph_wrapper` calls `before` as each iteration begins that it captures or runs without a graph,
+    and such an iteration gathers all parameters that are gathered in forward passes.
 
     schedule: the schedule of micro-batches, in Megatron-LM's wrappers.
     chunks: the model chunks of this rank, in `DistributedDataParallel`.
@@ -62,7 +62,6 @@ def graph_of_iterations(schedule: Any, chunks: Sequence[Any], before: Callable[[
         return run(*args, **kwargs)
 
     wrapper.forward_backward_func = forward_backward_func
-    return wrapper
 
 
 def drop_graph(schedule: Any, of: str | None = None) -> None:
