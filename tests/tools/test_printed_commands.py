@@ -79,7 +79,7 @@ LONG: dict[str, list[Form]] = {
     "benchmarks.observation": [Form("--quick")],
     "benchmarks.experts.taot": [Form("--draws 1")],
     "benchmarks.experts.plans": [Form("--quick --trace {loads}", _MISSED)],
-    "benchmarks.experts.regimes": [Form("--cells 1x1", _MISSED)],
+    "benchmarks.experts.regimes": [Form("--cells 1x1", _MISSED), Form("--modelled --cells 1x1", _MISSED)],
     "benchmarks.experts.training": [Form("--quick")],
     "benchmarks.experts.emulated": [Form("--quick --ranks 8")],
     "benchmarks.sequences.plans": [Form("--quick --ranks 8 --lengths {lengths}", _MISSED)],
