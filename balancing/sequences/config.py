@@ -15,8 +15,8 @@ class SequenceConfig:
     enabled: bool = setting(
         False,
         "Spread each batch of packed documents over ranks so that all have the same tokens and the same attention. "
-        "Needs context parallelism, or data-parallel ranks with --sft or --dataloader-inter-document-masking. Losses do "
-        "not change.",
+        "Needs context parallelism, or data-parallel ranks with --sft or --dataloader-inter-document-masking. Losses "
+        "do not change.",
         flag="--balance-sequences",
     )
     domain: str = setting(
