@@ -62,6 +62,7 @@ DEFAULT = (
     "PP 2, VPP 2, DP 2, both overlaps, many buckets",
     "PP 2, TP 2, sequence parallel, biases",
     "PP 2, EP 2, replicas, both overlaps",
+    "PP 2, recomputed, layers that move",
 )
 
 
@@ -118,8 +119,11 @@ def test_no_number_changes(pool, case):
         assert len(added) > 10, "hardly anything was replicated"
         # Slots that layers share have memory for the gradients of one micro-batch.
         assert set(added) == {"shared" not in flags}
-    if "--balance-layers" in flags:
-        return  # the layers of a rank change
+    if "--balance-layers" in flags:  # and the pieces of a rank
+        for rank in told:
+            behind = rank.pieces[2 * len(rank.pieces) // 3 :]
+            assert sum(1 for number in behind if number) > 3, "after a move all were left to the end of the step"
+        return
     stages = 4 if PP4 in flags else 2
     layers = 8 if "--num-layers 8" in flags else 4
     # Three iterations of eight micro-batches, shared by the data-parallel replicas.

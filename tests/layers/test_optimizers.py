@@ -1,5 +1,7 @@
 """Layers move with the state of optimizers that keep it elsewhere than Adam does, and no number changes."""
 
+from typing import Any
+
 import pytest
 
 from tests.layers.test_move import (
@@ -82,6 +84,40 @@ def test_a_loop_may_give_the_overrides_that_it_built_muon_with(muon):
     """Megatron-LM has added to them what it refuses to be given."""
     ((first, *others),) = muon.run(1, _build_again)
     assert len(first) > 1 and others == [first, first]
+
+
+# Settings of parameter groups.
+
+
+def _with_settings(argv: list[str], plans: Plans) -> list[dict[str, Any]]:
+    """The parameter groups of this rank at the end, whose betas a loop has set before the first move. The first stage
+    counts no steps there, as if nothing of it trained."""
+    from tests.support.moving import at_end_of_step, move_at
+    from tests.support.training import train_rank
+
+    seen: list[dict[str, Any]] = []
+
+    def see(balancer: Any) -> None:
+        from megatron.core import mpu
+
+        groups = balancer.run.optimizer.param_groups
+        for group in groups if balancer.iteration == 0 else ():
+            group |= {"betas": (0.8, 0.9)} | ({} if mpu.is_pipeline_first_stage() else {"step": 7})
+        seen[:] = [{name: group.get(name) for name in ("betas", "step", "wd_mult")} for group in groups]
+
+    move_at(plans)
+    at_end_of_step(see)
+    train_rank(argv, True)
+    return seen
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_move_keeps_the_settings_of_parameter_groups(pool, sharded):
+    ranks = 4 if sharded else 2
+    argv = [*BASE, *f"{PP2} {SHARDED if sharded else ''} --balance-layers".split()]
+    for groups in pool.run(ranks, _with_settings, argv, THERE_AND_BACK):
+        assert len(groups) == 2 and len({group["wd_mult"] for group in groups}) == 2
+        assert all(group["betas"] == (0.8, 0.9) and group["step"] == 7 for group in groups)
 
 
 # Offloading of activations.

@@ -23,6 +23,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,6 +35,7 @@ from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.layer_wise_optimizer import is_managed_by_layer_wise_optimizer
 from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
 from megatron.core.utils import unwrap_model
+from torch.overrides import TorchFunctionMode
 
 from balancing.pipeline.fixed_parts import NAMES
 from balancing.pipeline.stage_plan import StagePlan
@@ -54,7 +56,7 @@ from megatron.balanced.layers.quantized import finish_weights, forget_initial, f
 from megatron.balanced.layers.shrink import Departure
 from megatron.balanced.layers.source import LayerSource
 from megatron.balanced.layers.stack import stack_of
-from megatron.balanced.layers.structure import BY_HAND, check_end
+from megatron.balanced.layers.structure import BY_HAND, HOOK_ATTRIBUTES, check_end
 from megatron.balanced.layers.training_loop import TrainingLoop
 from megatron.balanced.shared.callbacks import StepCallback
 from megatron.balanced.shared.captured_schedule import on_capture_stream
@@ -63,6 +65,7 @@ from megatron.balanced.shared.optimizer_state import (
     Taken,
     bucket_layout,
     future_ranges,
+    merged,
     place_weights,
     placed_weights,
     put_back,
@@ -311,13 +314,14 @@ class LayerMover:
         """Take the state out of the optimizer, exchange inventories with all ranks, and free the gradient buffers."""
         hooked = _finish_gathering(self._chunks, self._optimizer)
         taken = take(self._optimizer)
+        settings = merged([taken.settings, *self.gather(taken.settings)])
         shards, inventory = take_inventory(self.models(), taken.states)
         inventories = self.gather(inventory)
         taken.states.clear()
         self._free_buffers()
         # Otherwise arriving tensors would fragment the cached memory of gradients, which the new buffers need whole.
         torch.cuda.empty_cache()
-        return _Before(hooked, taken, shards, inventories)
+        return _Before(hooked, taken._replace(settings=settings), shards, inventories)
 
     def _build(self, plan: StagePlan, before: _Before, changes: dict[int, bytes]) -> _After:
         """Build the modules of `plan`, place weights in their new buffers, and request the tensors that are missing. A
@@ -404,30 +408,23 @@ class LayerMover:
         """Make buffers, buckets and hooks of `ddp` for its present layers.
 
         A hook on a parameter's gradient cannot be removed, and a second one would count the gradient twice. So each
-        parameter keeps its hook. The hook belongs to `ddp` and looks up buckets when it fires. Hooks of delayed weight
-        gradients are in lists on modules, which are cleared.
+        parameter keeps its hook (`_Hooked`). The hook belongs to `ddp` and looks up buckets when it fires. Hooks of
+        delayed weight gradients are in lists on modules, which are cleared. Hooks of others on `ddp` stay.
         """
-        nodes, training = self._nodes, ddp.training
+        kept = {name: value for name, value in vars(ddp).items() if name == "training" or name in HOOK_ATTRIBUTES}
         for module in ddp.module.modules():
             getattr(module, "wgrad_accumulation_and_reduce_hooks", []).clear()
-
-        def make_backward_post_hook(parameter: torch.nn.Parameter) -> Callable:
-            if parameter in nodes:
-                return _do_nothing
-            return DistributedDataParallel._make_backward_post_hook(ddp, parameter)
-
-        ddp._make_backward_post_hook = make_backward_post_hook
-        DistributedDataParallel.__init__(
-            ddp,
-            config=ddp.config,
-            ddp_config=ddp.ddp_config,
-            module=ddp.module,
-            disable_bucketing=chunk > 0,
-            pg_collection=unwrap_model(ddp).pg_collection,
-            full_param_layout=layout,
-        )
-        del ddp._make_backward_post_hook
-        ddp.training = training
+        with _Hooked(self._nodes):
+            DistributedDataParallel.__init__(
+                ddp,
+                config=ddp.config,
+                ddp_config=ddp.ddp_config,
+                module=ddp.module,
+                disable_bucketing=chunk > 0,
+                pg_collection=unwrap_model(ddp).pg_collection,
+                full_param_layout=layout,
+            )
+        vars(ddp).update(kept)
         if ddp.use_forward_hook and not hooked:
             ddp.disable_forward_pre_hook(param_sync=False)
 
@@ -435,7 +432,7 @@ class LayerMover:
         """Keep references to the graph nodes that hold Megatron's gradient hooks while their parameters are here."""
         present = {parameter for ddp in self._chunks for parameter in ddp.parameters()}
         seen = {node.variable: node for ddp in self._chunks for node in ddp.grad_accs}
-        self._nodes = {parameter: node for parameter, node in (self._nodes | seen).items() if parameter in present}
+        self._nodes = {parameter: node for parameter, node in (seen | self._nodes).items() if parameter in present}
 
     def _renew(self, states: dict[torch.nn.Parameter, ParameterState], taken: Taken) -> None:
         stash_in_gradients(states)
@@ -443,7 +440,7 @@ class LayerMover:
         quantized = any(is_float8tensor(parameter) for ddp in self._chunks for parameter in ddp.parameters())
         with torch.set_grad_enabled(not quantized):
             new = self._new_optimizer(self._optimizer.config, self._chunks)
-        put_back(self._optimizer, new, states, taken.scalers, taken.group_step)
+        put_back(self._optimizer, new, states, taken.scalers, taken.settings)
         for ddp in self._chunks:
             ddp.zero_grad_buffer()
         self._scheduler.step(0)  # gives the parameter groups their learning rate and weight decay
@@ -502,8 +499,22 @@ def _renew_replays(before: list[Any], now: list[Any]) -> None:
             replay.router_replay_action = before[0].router_replay_action
 
 
-def _do_nothing(*unused: Any) -> None:
-    """Replaces a hook that exists already."""
+class _Hooked(TorchFunctionMode):
+    """While Megatron-LM asks for the graph nodes of gradients, it gets a stand-in for each node that has its hook.
+    Otherwise hooks of all moves would add up, each a call in every backward pass.
+
+    nodes: parameter -> its node.
+    """
+
+    def __init__(self, nodes: dict[torch.nn.Parameter, Any]) -> None:
+        super().__init__()
+        self._nodes = nodes
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is torch.Tensor.expand_as and args[0] in self._nodes:
+            node = SimpleNamespace(variable=args[0], register_hook=lambda hook: None)
+            return SimpleNamespace(grad_fn=SimpleNamespace(next_functions=((node, 0),)))
+        return func(*args, **(kwargs or {}))
 
 
 def _finish_gathering(chunks: list[DistributedDataParallel], optimizer: ChainedOptimizer) -> list[bool]:

@@ -39,6 +39,7 @@ from megatron.balanced.shared.callbacks import StepCallback
 __all__ = ["BY_HAND", "Structure", "check_end"]
 
 _OF_TORCH = frozenset(vars(torch.nn.Module()))  # attributes of every module
+HOOK_ATTRIBUTES = frozenset(name for name in _OF_TORCH if "hook" in name)
 # Kinds of hooks of a module, each with the attributes that say more of a hook.
 _HOOKS = {
     "_forward_pre_hooks": ("_forward_pre_hooks_with_kwargs",),
@@ -279,7 +280,8 @@ def check_end(module: torch.nn.Module, name: str) -> None:
     weights = dict(module.named_parameters())
     hooks = [hook for kind in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
              for part in module.modules() for hook in getattr(part, kind).values()]  # fmt: skip
-    hooks += [hook for weight in weights.values() for hook in (weight._backward_hooks or {}).values()]
+    hooks += [hook for weight in weights.values() for kind in ("_backward_hooks", "_post_accumulate_grad_hooks")
+              for hook in (getattr(weight, kind) or {}).values()]  # fmt: skip
     what = [f"hook {_name_of(hook)}" for hook in hooks if not _is_ours(hook, is_hook=True)]
     what += [f"parameter {each}" for each in weights if each not in ("weight", "bias")]
     what += ["method forward"] * ("forward" in vars(module) and not _is_ours(module.forward))

@@ -27,7 +27,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.fp8_utils import is_float8tensor, is_mxfp8tensor, modify_underlying_storage
 from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, param_group_identifier_keys
 from megatron.core.optimizer.param_layout import FullParamLayout
 from torch.overrides import TorchFunctionMode
 
@@ -37,6 +37,7 @@ __all__ = [
     "Taken",
     "bucket_layout",
     "future_ranges",
+    "merged",
     "parts",
     "place_weights",
     "placed_weights",
@@ -47,6 +48,9 @@ __all__ = [
     "take",
 ]
 
+# Kind of optimizer and Megatron-LM's identity of a parameter group -> its entries that are plain values, such as betas.
+# Transformer Engine's and Apex's Adam count the steps of a group there.
+Settings = dict[tuple, dict[str, Any]]
 MAIN = "main"  # kind of the main parameter; other kinds have the names that torch's optimizer uses
 
 
@@ -137,12 +141,12 @@ class Taken(NamedTuple):
 
     states: parameter -> its state on this rank.
     scalers: the gradient scaler of each chained optimizer, or None.
-    group_step: the number of steps if the optimizer counts them once a parameter group, else None.
+    settings: of each parameter group.
     """
 
     states: dict[torch.nn.Parameter, ParameterState]
     scalers: list[Any]
-    group_step: int | None
+    settings: Settings
 
 
 def state_bytes(
@@ -193,18 +197,39 @@ def take(optimizer: ChainedOptimizer) -> Taken:
     """Take the state out of `optimizer`, which is empty afterwards and holds no memory."""
     scalers = [getattr(part, "grad_scaler", None) for part in optimizer.chained_optimizers]
     states = states_of(optimizer)
-    stepping = [part.optimizer for part in _chained(optimizer)]
-    param_groups = [param_group for inner in stepping for param_group in inner.param_groups]
-    steps = [param_group["step"] for param_group in param_groups if "step" in param_group]
-    for inner in stepping:
-        inner.state.clear()
+    settings = {
+        key: {name: value for name, value in group.items() if isinstance(value, int | float | str | tuple | None)}
+        for key, group in _groups(optimizer)
+    }
+    for member in _chained(optimizer):
+        member.optimizer.state.clear()
     optimizer.chained_optimizers = []
     for parameter in states:
         parameter.grad = None
         for name in ("main_param", "main_grad"):
             if hasattr(parameter, name):
                 delattr(parameter, name)
-    return Taken(states, scalers, max(steps, default=None))
+    return Taken(states, scalers, settings)
+
+
+def _groups(optimizer: ChainedOptimizer) -> Iterator[tuple[tuple, dict[str, Any]]]:
+    """The parameter groups of all optimizers of a chain, each with its key in `Settings`."""
+    for inner in [member.optimizer for member in _chained(optimizer)]:
+        for group in inner.param_groups:
+            yield (type(inner).__name__, *(group.get(name) for name in param_group_identifier_keys)), group
+
+
+def merged(of_ranks: Iterable[Settings]) -> Settings:
+    """The settings of several ranks, those of an earlier one first. Steps are not counted in a group that has no
+    parameters on a rank, so the largest number of an optimizer's groups counts."""
+    known, steps = Settings(), dict[str, int]()
+    for key, entries in [pair for settings in of_ranks for pair in settings.items()]:
+        known.setdefault(key, dict(entries))
+        if "step" in entries:
+            steps[key[0]] = max(steps.get(key[0], 0), entries["step"])
+    for key, entries in known.items():
+        entries |= {"step": steps[key[0]]} if key[0] in steps else {}
+    return known
 
 
 def stash_in_gradients(states: Mapping[torch.nn.Parameter, ParameterState]) -> None:
@@ -225,14 +250,14 @@ def put_back(
     new: ChainedOptimizer,
     states: Mapping[torch.nn.Parameter, ParameterState],
     scalers: list[Any],
-    group_step: int | None,
+    settings: Settings,
 ) -> None:
     """Fill `new` with the given state, then give its contents to `optimizer`, to which other objects refer.
 
     optimizer: emptied by `take`.
     new: built for the current parameters.
     states: parameter -> state of the elements that `new` steps on this rank.
-    scalers, group_step: as `take` returned them.
+    scalers, settings: as `take` returned them; settings of the groups of all ranks, since this one may have had none.
 
     Gradients are undefined afterwards.
     """
@@ -251,9 +276,8 @@ def put_back(
         scaler = scalers[number] if number < len(scalers) else copy.deepcopy(scalers[0])
         if scaler is not None:
             part.grad_scaler = scaler
-    if group_step is not None:
-        for param_group in [group for part in _chained(new) for group in part.optimizer.param_groups]:
-            param_group["step"] = group_step
+    for key, group in _groups(new):
+        group.update(settings.get(key, {}))
     optimizer.__dict__.update(new.__dict__)
 
 
