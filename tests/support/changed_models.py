@@ -99,6 +99,21 @@ def _adapters(model: Any) -> None:
         adapt(layer.self_attention, "linear_proj")
 
 
+def _adapters_of_experts(model: Any) -> None:
+    """Nothing before the experts of the first layer trains."""
+    _freeze(model)
+    for expert in _each(model):
+        adapt(expert, "linear_fc1")
+        adapt(expert, "linear_fc2")
+
+
+def _only_experts(model: Any) -> None:
+    trained = [*_each(model), *(layer.mlp.router for layer in model.decoder.layers)]
+    _freeze(model)
+    for module in trained:
+        module.requires_grad_(True)
+
+
 def _adapters_of_one_layer(model: Any) -> None:
     for expert in experts_of(model)[1]:
         adapt(expert, "linear_fc2")
@@ -120,8 +135,10 @@ CHANGES: dict[str, Callable[[Any], None]] = {
     "one frozen": _one_frozen,
     "half frozen": _half_frozen,
     "adapters": _adapters,
+    "adapters of experts": _adapters_of_experts,
     "adapters of one layer": _adapters_of_one_layer,
     "adapters of attention": _adapters_of_attention,
+    "only experts": _only_experts,
     "parametrized": _parametrized,
 }
 

@@ -441,6 +441,10 @@ class ReplicaSlots:
         """Whether layer `number` has a replica on any rank of the group in this iteration."""
         return bool(self._layers[number].chains)
 
+    def trains(self, number: int) -> bool:
+        """Whether any expert of layer `number` on any rank of the group has parameters that train."""
+        return any(map(any, self._layers[number].trained))
+
     def held(self, number: int) -> int:
         """Number of slots of layer `number` up to the last with a replica of this rank in this iteration."""
         full = self._layers[number].full

@@ -90,7 +90,7 @@ class ExpertBalancer(StepCallback):
         had_gemm: str | None = None,
     ) -> None:
         self._job = _with_length(job or Job(), chunks)
-        check_model("ExpertBalancer", chunks, recaptures=self._job.recaptures)
+        check_model("ExpertBalancer", chunks, config=config, recaptures=self._job.recaptures)
         self._model_config = get_model_config(chunks[0])
         self.config = _fitted(config or ExpertConfig(enabled=True), self._model_config)
         self.chunks, self._report, self._reserved = list(chunks), report, reserved
@@ -286,6 +286,8 @@ class ExpertBalancer(StepCallback):
         free = torch.cuda.mem_get_info()[0]
         if is_cpu():
             free //= detect_launch().ranks_per_node  # ranks share the memory of their node
+        else:  # PyTorch keeps what measuring products took
+            free += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         # The optimizer is allocated after the slots.
         for ddp in self.chunks:
             for p in ddp.parameters():

@@ -46,11 +46,13 @@ class Planned(NamedTuple):
     tables: the tables of the layer's new placement; None keeps the current one.
     drift: total variation between the last two loads.
     seconds: time spent planning.
+    due: whether a placement was planned, on all ranks alike.
     """
 
     tables: SplitTables | None
     drift: float
     seconds: float
+    due: bool = True
 
 
 class Overlap(NamedTuple):
@@ -147,7 +149,8 @@ class ReplicaPlanner:
         self.waited_ms += (time.perf_counter() - begin) * 1e3
 
     def adopt(self) -> bool:
-        """Wait for the submitted plans and take their placements. Returns whether a layer got a placement."""
+        """Wait for the submitted plans and take their placements. Returns whether a placement was planned, which
+        this rank alone may have kept."""
         if not self._submitted:
             return False
         self.wait()
@@ -158,7 +161,7 @@ class ReplicaPlanner:
             if planned.tables is not None:
                 plan.tables, plan.age = planned.tables, plan.age - age
         self._submitted.clear()
-        return any(planned.tables is not None for *_, planned in done)
+        return any(planned.due for *_, planned in done)
 
     def take_waited_ms(self) -> float:
         """Milliseconds for which steps have waited for plans since this was last called."""
@@ -180,7 +183,7 @@ class ReplicaPlanner:
         due = iteration // self._config.plan_interval > plan.last // self._config.plan_interval
         plan.last = iteration
         if not due and not plan.arrived:
-            return Planned(None, drift, time.perf_counter() - begin)
+            return Planned(None, drift, time.perf_counter() - begin, due=False)
         keep, plan.arrived = None if plan.arrived else plan.placed.planned, False
         error = float(plan.history.error())
         tables = self._place(layer, plan.history.predict(), overlap, len(loads), error, keep)

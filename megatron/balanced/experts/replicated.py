@@ -128,6 +128,8 @@ class ReplicatedExperts(torch.nn.Module):
         slots, position, hidden = self.slots, self.position, permuted_local_hidden_states
         if slots is None or not (self.training and self.active):
             return super().forward(hidden, tokens_per_expert, permuted_probs, *buffers)
+        if torch.is_grad_enabled() and not hidden.requires_grad and slots.trains(position):
+            hidden = hidden.detach().requires_grad_()  # so that the backward pass of the experts has an end
         # A backward pass reaches the output before the experts, and `hidden` after them.
         if not self.ends_after_backward_dw:
             hidden = on_backward(hidden, later(self, "_pass_ends"))
