@@ -335,7 +335,11 @@ def test_layers_that_stay_are_named(compared):
         assert said == [f"> sequences: {line}; run as the loop has them, unbalanced" for line in expected], case
 
 
-FAULTY = {"rewritten": "pairs, one object, recompute", "another layer": "tower causal"}  # cases
+# Cases, if another than the plain one.
+FAULTY = {
+    "rewritten": "pairs, one object, recompute", "another layer": "tower causal",
+    "recomputed": "tower, frozen, recompute", "recomputed attention": "tower, frozen, recompute attention",
+}  # fmt: skip
 
 
 def _refused(faults: Sequence[str]) -> dict[str, str]:
@@ -377,6 +381,8 @@ REFUSED = {
     "mask of a call": "decoder.layers.0.self_attention was called with the mask no_mask, and balanced attention is",
     "mask of a later call": "decoder.layers.1.self_attention was called with the mask no_mask, and balanced attention",
     "another layer": "different layers: ranks [0] are at tower.layers.0.self_attention, ranks [1] are at language.d",
+    "recomputed": "layers.0.self_attention is recomputed on ranks [0] and not on ranks [1], where no gradient goes",
+    "recomputed attention": "attention is recomputed on ranks [0] and not on ranks [1], where no gradient goes back to",
     "rewritten": "the PackedSeqParams of a micro-batch were set anew before decoder.layers.1.self_attention was recomp",
 }
 

@@ -381,6 +381,7 @@ def _datasets(folder: Path) -> dict[str, Any]:
         "blend": (GPTDataset, (files, [0.3, 0.7]), {}),
         "mock": (MockGPTDataset, None, {}),
         "samples": (GPTDataset, ([files[0]], None), {"inter_document_masking": False}),
+        "positions": (GPTDataset, ([files[0]], None), {"inter_document_masking": False, "reset_position_ids": True}),
         "whole validation set": (GPTDataset, ([files[0]], None), {"drop_last_partial_validation_sequence": False}),
     }
     found = {}
@@ -423,7 +424,7 @@ def _check_lengths(folder: Path) -> dict[str, int]:
 
 def test_lengths_and_parts_are_those_of_whole_samples(pool, tmp_path):
     (compared,) = pool.run(1, _check_lengths, tmp_path)
-    assert len(compared) == 10 and min(compared.values()) >= 2
+    assert len(compared) == 12 and min(compared.values()) >= 2
 
 
 def _read(folder: Path, method: str) -> tuple[list[int], list[int], int, int]:

@@ -379,6 +379,8 @@ def read_tokens(dataset: Any, index: int, tokens: np.ndarray) -> dict[str, torch
     source, place = _source(dataset, index)
     if type(source) not in (GPTDataset, MockGPTDataset):
         return dataset[index]
+    if source.config.reset_position_ids and not source.config.inter_document_masking:  # by the ends of all documents
+        return dataset[index]
     breaks = np.flatnonzero(np.diff(tokens) > 1) + 1
     runs = [(int(run[0]), int(run[-1]) + 2) for run in np.split(tokens, breaks)]  # and the label of a run's last token
     whole = source.dataset

@@ -16,9 +16,11 @@ from typing import Any, NamedTuple
 
 import torch
 from megatron.core import mpu
+from megatron.core.models.hybrid.hybrid_block import HybridStack
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.utils import unwrap_model
 
 from balancing.ranges import named
@@ -156,8 +158,10 @@ class AttentionInPlace(Tokens):
     def __init__(self) -> None:
         # Module, name of a method, and the attribute that replaced it before.
         self._plain: list[tuple[Any, str, Any]] = []
+        self._hooks: list[Any] = []
         self._layers: list[_Layer] = []
         self._active = False  # while a training schedule runs
+        self._goes_back = False  # whether a gradient goes back to the input of the latest layers
         self._balanced = False  # whether a micro-batch of the schedule in progress was
         self._batches: dict[tuple[int, int], _Batch] = {}  # the latest, by chunk and config
         self._latest: dict[tuple[int, int], _Given | None] = {}  # its parameters, also of an earlier schedule
@@ -184,6 +188,8 @@ class AttentionInPlace(Tokens):
         alone: dict[str, list[str]] = defaultdict(list)
         for chunk, model in enumerate(unwrap_model(self._chunks)):
             for name, attention in model.named_modules():
+                if isinstance(attention, TransformerBlock | HybridStack):
+                    self._hooks.append(attention.register_forward_pre_hook(self._look, with_kwargs=True))
                 if not isinstance(attention, SelfAttention | MLASelfAttention):
                     continue
                 if reason := why_alone(attention, self._sharing.model):
@@ -211,6 +217,12 @@ class AttentionInPlace(Tokens):
             delattr(module, name)
             if before is not None:
                 setattr(module, name, before)
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _look(self, block: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        states = (args[0] if args else kwargs.get("hidden_states")) if block.pre_process else block.input_tensor
+        self._goes_back = isinstance(states, torch.Tensor) and states.requires_grad
 
     # A schedule.
 
@@ -329,10 +341,12 @@ class AttentionInPlace(Tokens):
                 own = _read(given, before, query.shape[0], ways)
         except ValueError as error:
             refused = str(error)
-        told = sharing.compare(layer.name, (own, refused, torch.is_grad_enabled() and _trains(*inputs)))
-        errors = {text: ranks for text, ranks in by_value(sharing.ranks, [text for _, text, _ in told]).items() if text}
-        for text, ranks in errors.items():
-            raise ValueError(f"{text} (ranks {ranks})")
+        # Without a gradient to the input of recomputed layers, a rank does not recompute them, for which others wait.
+        recomputes = self._goes_back or _trains(*inputs) if not torch.is_grad_enabled() else None
+        told = sharing.compare(layer.name, (own, refused, recomputes is None and _trains(*inputs), recomputes))
+        for text, ranks in by_value(sharing.ranks, [text for _, text, *_ in told]).items():
+            if text:
+                raise ValueError(f"{text} (ranks {ranks})")
         unpacked = by_value(sharing.ranks, [lengths is None for lengths, *_ in told])
         if len(unpacked) > 1:
             raise ValueError(
@@ -340,7 +354,13 @@ class AttentionInPlace(Tokens):
                 "with them; pass them on every rank (a single sequence has cu_seqlens_q [0, tokens]), or use "
                 'domain "context"'
             )
-        trains = any(trains for *_, trains in told)
+        back = by_value(sharing.ranks, [recomputes for *_, recomputes in told])
+        if len(back) > 1:
+            raise ValueError(
+                f"{layer.name} is recomputed on ranks {back.get(True)} and not on ranks {back.get(False)}, where no "
+                "gradient goes back to its input; let the input require one on all ranks, or switch recomputation off"
+            )
+        trains = any(trains for _, _, trains, _ in told)
         if own is None:
             return _Batch(layer, None, None, None, trains)
         lengths: Lengths = tuple(lengths for lengths, *_ in told[::ways])
