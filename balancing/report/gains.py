@@ -16,6 +16,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -174,9 +175,12 @@ def _moves(history: History) -> list[dict[str, Any]]:
 
 
 def predicted_of_moves(history: History) -> float | None:
-    """Predicted seconds of a step before all moves of layers over those after them; None without a prediction."""
-    names = ("predicted_step_before", "predicted_step_after")
-    pairs = [[line.get(name) for name in names] for line in _moves(history)]
+    """Predicted seconds of a step before all moves of layers over those after them; None without a prediction. A job
+    that was started again begins with the first layout: its moves count, and those of an earlier start do not."""
+    names, moves = ("predicted_step_before", "predicted_step_after"), _moves(history)
+    starts = [at for at, (one, following) in enumerate(pairwise(moves), start=1)
+              if one.get("layout_after") != following.get("layout_before")]  # fmt: skip
+    pairs = [[line.get(name) for name in names] for line in moves[max(starts, default=0) :]]
     known = [(before, after) for before, after in pairs if isinstance(before, float) and isinstance(after, float)]
     return math.prod(before / after for before, after in known if after > 0) if known else None
 
@@ -191,14 +195,14 @@ def predicted_of_replicas(history: History, counted: Iterable[int]) -> float | N
     """
     if not history.row_seconds:
         return None
-    second, lines = float(np.median(history.row_seconds)), dict[int, list[dict[str, Any]]]()
-    for line in _actions(history, "experts", "layer"):
-        lines.setdefault(line["iteration"], []).append(line)
+    second, lines = float(np.median(history.row_seconds)), dict[int, dict[Any, dict[str, Any]]]()
+    for line in _actions(history, "experts", "layer"):  # of an iteration that ran twice, the last line counts
+        lines.setdefault(line["iteration"], {})[line.get("layer")] = line
     found = []
     for iteration in {*counted} & lines.keys() & history.stages.keys():
         layers, saved = history.layers.get(iteration), defaultdict[int, float](float)
         stage = {} if layers is None else dict(zip(layers["layers"], layers["stage"].tolist(), strict=True))
-        for line in lines[iteration]:
+        for line in lines[iteration].values():
             if "tokens_per_rank" in line:
                 rows = line["tokens_per_rank"].mean() * (line["imbalance_before"] - line["imbalance_after"])
                 saved[stage.get(line["layer"], 0)] += 3 * second * float(rows)

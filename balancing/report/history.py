@@ -37,6 +37,7 @@ __all__ = [
 MOST_LINE_BYTES = 64 << 20
 MOST_MICRO_BATCHES = 100_000  # of a rank in a step
 MOST_MEASURED = 1024  # lines of action "measured" that are read, the last ones
+_BLOCK = 16 << 20  # bytes that are read at once
 _MOST_COUNT = 2**53  # tokens, bytes, attention area, iterations
 _MOST_NUMBER = 1e9  # seconds, and other numbers that are not counts
 _MOST_PLACE = 2**20  # number of a rank, stage, node, layer
@@ -288,6 +289,19 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
                 text = file.readline(MOST_LINE_BYTES + 1)
 
 
+def _backward(path: Path) -> Iterator[bytes]:
+    """The lines of a file, the last one first: a log of weeks has gigabytes, of which the end is asked for."""
+    with open(path, "rb") as file:
+        at, rest = file.seek(0, os.SEEK_END), b""
+        while at:
+            size = min(at, _BLOCK)
+            at = file.seek(at - size)
+            rest, *lines = (file.read(size) + rest).split(b"\n")
+            yield from reversed(lines)
+            rest = rest if len(rest) <= MOST_LINE_BYTES else b""  # damaged
+        yield rest
+
+
 def report_files(directory: Path) -> list[Path]:
     """The files that a report is read from. Nothing else may be written over them."""
     return [directory / "events.jsonl", directory / "trace.json"]
@@ -299,11 +313,15 @@ def measured_lines(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
     Raises ValueError, in one line, if the file cannot be read.
     """
-    path, found = Path(directory) / "events.jsonl", deque[bytes](maxlen=MOST_MEASURED)
+    path, found = Path(directory) / "events.jsonl", deque[bytes]()
     if not path.is_file():
         return []
     try:
-        found.extend(text for _, text in _lines(path) if f'"{MEASURED}"'.encode() in text)
+        for text in _backward(path):
+            if f'"{MEASURED}"'.encode() in text:
+                found.appendleft(text)
+                if len(found) == MOST_MEASURED:
+                    break
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}; name a directory that can be read") from error
     lines = []

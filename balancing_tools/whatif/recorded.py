@@ -45,7 +45,8 @@ def forecast_recorded(
     summary = summarize(history)
     recorded = run.plan.stages * run.ranks_per_stage
     saved = {each.balanced: each.saved * run.step_seconds for each in summary.estimates}
-    before, after = _experts(history)
+    was = [float(gain.after) for gain in summary.gains if gain.balancer == "experts"]  # replicas stay in every row
+    before, after = (was[0], was[0]) if was else _experts(history)
     if before > 1:
         saved["experts"] = saved.get("experts", 0.0) * max(0.0, before - after) / (before - 1)
     attention = summary.attention_before if summary.attention_after is None else summary.attention_after

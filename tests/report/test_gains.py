@@ -2,17 +2,20 @@
 
 import copy
 import io
+import json
 import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from balancing.report import EventLog, History, TraceLog, event, observe, read_history, summarize
+from balancing.report import EventLog, History, TraceLog, event, measured_lines, observe, read_history, summarize
+from balancing.report import history as of_history
 from balancing.report.findings import answers, finding_rows, gain_rows, verdict
-from balancing.report.gains import over_the_run
+from balancing.report.gains import over_the_run, predicted_of_moves, predicted_of_replicas
 from balancing.report.table import print_summary
 from balancing_tools.report.page import page
+from balancing_tools.whatif.recorded import forecast_recorded
 from tests.support.made_up_run import Job
 
 FROZEN = {0: 0.25, 1: 0.25}
@@ -168,6 +171,38 @@ def test_the_gain_of_replicas_is_forecast_from_the_seconds_of_a_row(history):
         "Forecast: experts" in answers(summary)[0].text
         and "The forecast of experts was too" in answers(summary)[0].text
     )
+
+
+def test_a_job_that_was_started_again_is_forecast_once(history):
+    """Its layers moved again from the first layout, and some of its iterations ran twice."""
+    once, again = copy.deepcopy(history), copy.deepcopy(history)
+    predicted = {"predicted_step_before": 1.1, "predicted_step_after": 1.0}
+    for found, moves in ((once, 1), (again, 2)):
+        _tell_calls(found, "experts", "forward", 1.0, [[100, 4, 0.1, 1]])
+        for _ in range(moves):
+            found.keep(moved(MOVE) | predicted)
+    for line in [replicate(iteration, layer) for iteration in range(1, 21) for layer in range(8)]:
+        again.keep(line)
+    assert predicted_of_moves(once) == predicted_of_moves(again) == pytest.approx(1.1)
+    counted = range(1, 21)
+    assert predicted_of_replicas(once, counted) == predicted_of_replicas(again, counted) > 1
+
+
+def test_a_forecast_from_a_balanced_run_begins_with_its_replicas(history):
+    (rows,), notes = forecast_recorded(history)
+    assert "The run was balanced" in " ".join(notes)
+    assert rows[0].experts == pytest.approx(1.0), "no row is without the replicas of the run"
+
+
+def test_the_last_measured_lines_of_a_long_log_are_read_from_its_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(of_history, "_BLOCK", 100)  # lines are longer and shorter
+    monkeypatch.setattr(of_history, "MOST_MEASURED", 5)
+    lines = [{"action": "other" if at % 3 else "measured", "at": at, "more": "x" * (at % 7 * 30)} for at in range(40)]
+    text = "\n".join(map(json.dumps, lines))
+    (tmp_path / "events.jsonl").write_text(f'{text}\n\n{{"action": "measured", "at"')  # killed within a line
+    assert [line["at"] for line in measured_lines(tmp_path)] == [39, 36, 33, 30][::-1]
+    monkeypatch.setattr(of_history, "MOST_MEASURED", 100)
+    assert [line["at"] for line in measured_lines(tmp_path)] == [*range(0, 40, 3)]
 
 
 def test_rates_that_calls_do_not_keep_are_named(history):

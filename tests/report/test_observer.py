@@ -4,6 +4,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -246,3 +247,46 @@ def test_scalars_reach_tensorboard(pool, tmp_path):
     events = [e for e in _events(tmp_path / "report") if e["unit"] == "stage"]
     bubble = [point.value for point in curves.Scalars("balance/bubble-fraction")]
     np.testing.assert_allclose(bubble, [e["bubble_fraction"] for e in events], rtol=1e-5)
+
+
+class _Wandb:
+    """W&B as a trainer uses it: values of an earlier step than the newest are dropped, and a run that has ended takes
+    none."""
+
+    def __init__(self) -> None:
+        self.run: Any = None
+        self.rows: dict[int, dict[str, float]] = {}
+        self.config = SimpleNamespace(update=lambda *values, **named: None)
+
+    def init(self, **settings: Any) -> None:
+        self.run = settings
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        if self.run is None:
+            raise RuntimeError("You must call wandb.init() before wandb.log()")
+        if step >= max(self.rows, default=0):
+            self.rows.setdefault(step, {}).update(values)
+
+    def finish(self) -> None:
+        self.run = None
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *values, **named: None
+
+
+def _with_wandb(argv: list[str]) -> tuple[dict[int, dict[str, float]], bool]:
+    """Rows of the last rank, and whether the run has ended."""
+    import sys
+
+    sys.modules["wandb"] = wandb = _Wandb()  # type: ignore[assignment]
+    train_rank(argv, False)
+    return wandb.rows, wandb.run is None  # type: ignore[attr-defined]
+
+
+def test_wandb_gets_the_newest_step_of_each_write_and_none_after_its_run(pool, tmp_path):
+    argv = [*MODEL, *MOCK_DATA, *f"--train-iters 25 --balance-report {tmp_path}/report".split()]
+    argv += f"--tensorboard-dir {tmp_path} --wandb-project any --wandb-exp-name one --wandb-save-dir {tmp_path}".split()
+    rows, ended = pool.run(2, _with_wandb, argv)[-1]
+    own = [step for step, row in rows.items() if any("balance" in name for name in row)]
+    assert ended and own == [10, 20] and "learning-rate" in rows[20]
+    assert {line["iteration"] for line in _events(tmp_path / "report")} == {*range(1, 26)}, "the file has all"

@@ -75,14 +75,20 @@ class ReportWriter:
         if gathered is None:
             return []
         log, trace = self._open()
-        measured = []
+        measured, newest = [], dict[str, float]()
+        tensorboard, wandb = self._writers()
         for iteration, *ranks in zip(iterations, *gathered, strict=True):
             record = replace(_joined(iteration, ranks, config), kinds=self._kinds)
             events = observe(record) + [line for rank in ranks for line in rank.events]
             log.write(events)
             measured += [line for line in events if line["action"] == MEASURED]
             trace.add(record)
-            self._write_scalars(iteration, scalars(events))
+            newest |= (values := scalars(events))
+            for name, value in values.items() if tensorboard is not None else ():
+                tensorboard.add_scalar(name, value, iteration + 1)
+        # W&B drops what is of an earlier step than the trainer's last. The trainer ends its run before the last write.
+        if newest and wandb is not None and wandb.run is not None:
+            wandb.log(newest, iterations[-1] + 1)
         if time.monotonic() - self._trace_written > _TRACE_SECONDS:
             trace.write()
             self._trace_written = time.monotonic()
@@ -92,14 +98,6 @@ class ReportWriter:
     def process_group(self) -> dist.ProcessGroup:
         """Of the last `write`, with all ranks."""
         return self._group
-
-    def _write_scalars(self, iteration: int, values: dict[str, float]) -> None:
-        tensorboard, wandb = self._writers()
-        for name, value in values.items():
-            if tensorboard is not None:
-                tensorboard.add_scalar(name, value, iteration + 1)
-        if wandb is not None:
-            wandb.log(values, iteration + 1)
 
     def close(self) -> None:
         """Complete the files. A later `write` may have other ranks: it makes its group anew, and opens the files again
