@@ -45,8 +45,9 @@ class TrialConfig:
 
     pairs: int = setting(
         10,
-        "Pairs of steps with and without each balancer in a round of trials; the first one ends by step 30. A balancer "
-        "that makes steps longer is switched off, and tried again later. 0: no trials; balancers stay on.",
+        "Pairs of steps with and without each balancer in a round of trials; the first one ends by step 30 and needs "
+        "7. A balancer that makes steps longer is switched off, and tried again later. 0: no trials; balancers stay "
+        "on.",
         least=0,
     )
     interval: int = setting(1000, "Steps from one round of trials to the next.", least=100)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # From a fresh clone to a trained model: finds a Python or makes .venv, prepares a corpus, trains a small mixture-of-experts
 # GPT on four processes with all three balancers, and reports what they gained. There are two pipeline stages; the two ranks
-# of a stage share documents and experts. From iteration 20 on the first layers are frozen, so the first stage idles until
+# of a stage share documents and experts. From iteration 30 on the first layers are frozen, so the first stage idles until
 # layers move.
 #
 #     scripts/quickstart.sh            safe to run again: finished steps are skipped, training continues from its last checkpoint
@@ -26,7 +26,7 @@ cd "$repository"
 
 run=runs/quickstart
 corpus=$run/data/functions
-iterations=50
+iterations=55
 
 mkdir -p "$run" || fail "cannot write to $repository/$run"
 [ "${1:-}" != --again ] || rm -rf "$run/checkpoint" "$run/report" "$run/report.html" "$run/tensorboard"
@@ -62,7 +62,7 @@ else
     # A mixture-of-experts GPT on two stages of two ranks. Later flags win.
     read -r -d "" -a model <examples/small_moe.flags || true
     balance=(
-        --freeze-layers 3 --freeze-layers-start 20
+        --freeze-layers 3 --freeze-layers-start 30
         --balance-experts --balance-sequences
         --balance-layers --layer-balance-interval 10 --balance-report "$run/report"
     )

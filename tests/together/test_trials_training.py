@@ -303,6 +303,14 @@ def test_steps_before_a_move_of_layers_are_compared_with_steps_after_it(pool, tm
     assert line["pair_ratios"] == pytest.approx([1.2] * 10) and {*line["pair_iterations"]} == {29}
 
 
+def test_steps_before_a_round_of_trials_are_not_compared_with_steps_after_a_move_behind_it(pool):
+    """They may have run with balancers that the round has switched off. Too few steps are left between the two."""
+    argv = [*BASE, *f"{LAYERS} --train-iters 50 --balance-experts".split()]
+    said = "".join(text for text, _ in pool.run(4, _with_layers, argv, {30: ((3,), (1,))}, ()))
+    (line,) = [line for line in said.splitlines() if "by the clock" in line]
+    assert "experts" in line and "layers" not in line
+
+
 def test_layers_are_not_planned_from_steps_that_leave_experts_out(pool):
     argv = [*BASE, *f"{LAYERS} --train-iters 12 --balance-experts".split()]
     for _, planned in pool.run(4, _with_layers, argv, {}, (4, 5, 8)):

@@ -106,6 +106,8 @@ class StepTrials(StepCallback):
             return
         step, self._begin = _Timed(self._iteration, self._begin, self._clock.mark()), None
         if self._trials.is_trial(self._iteration):
+            self._end_move()  # balancers may be on behind a round that were off before it
+            self._latest.clear()
             self._timed.append(step)
             if self._trials.ends_round(self._iteration):
                 self._end_round()
