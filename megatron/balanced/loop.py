@@ -66,7 +66,8 @@ class Balancers:
         for balancer in balancers:
             run.add(balancer)
         run.next_step = self._steps = 0  # of the optimizer
-        self._installed: list[tuple[str, Callable]] = []  # schedules of megatron.core that are wrapped
+        # Schedules of megatron.core that are wrapped: name, what it was, and what it is now.
+        self._installed: list[tuple[str, Callable, Callable]] = []
 
     def schedule(self, forward_backward_func: Callable) -> Callable:
         """Wrap a schedule with the balancers. Calls with `forward_only` and calls for other models run unchanged."""
@@ -99,8 +100,9 @@ class Balancers:
         if self._installed:
             raise ValueError("the balancers are installed already; close() them first")
         for name in _SCHEDULES:
-            self._installed.append((name, getattr(schedules, name)))
-            setattr(schedules, name, self.schedule(getattr(schedules, name)))
+            plain = getattr(schedules, name)
+            self._installed.append((name, plain, self.schedule(plain)))
+            setattr(schedules, name, self._installed[-1][-1])
 
     def will_route(self, loads: Sequence[Any]) -> None:
         """Announce the routing of the next training schedule, as `ExpertBalancer.will_route` does."""
@@ -125,8 +127,11 @@ class Balancers:
 
     def close(self) -> None:
         """Undo `install` and free the balancers' memory. The model is plain from now on."""
+        self._chunks.clear()  # wrapped schedules that others wrapped again, or looked up, run unchanged from now on
         while self._installed:
-            setattr(schedules, *self._installed.pop())
+            name, plain, ours = self._installed.pop()
+            if getattr(schedules, name) is ours:
+                setattr(schedules, name, plain)
         for balancer in self.run.balancers:
             if isinstance(balancer, ExpertBalancer | SequenceBalancer | LayerBalancer):
                 balancer.close()

@@ -38,6 +38,7 @@ def _refusals() -> dict[str, str]:
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     from balancing.experts.config import ExpertConfig
+    from balancing.sequences.config import SequenceConfig
     from megatron.balanced.loop import Balancers, ExpertBalancer, LayerBalancer, SequenceBalancer
     from megatron.balanced.shared.job import Job
     from megatron.balanced.shared.model_checks import check_configs
@@ -83,6 +84,10 @@ def _refusals() -> dict[str, str]:
     by_rank = SimpleNamespace(save="here", ckpt_format="torch")
     refused("checkpoints by rank", lambda: check_configs("LayerBalancer", by_rank))
     refused("no length", lambda: ExpertBalancer([model]), model.module, max_sequence_length=None)
+    refused("off", lambda: ExpertBalancer([model], ExpertConfig(), job=job))
+    of_trainer = SequenceConfig(enabled=True, token_capacity=64)
+    refused("no effect", lambda: SequenceBalancer([model], of_trainer, job=job))
+    refused("fp8 attention", lambda: SequenceBalancer([model], job=job), fp8_dot_product_attention=True)
     refused("dropout", lambda: SequenceBalancer([model], job=job), attention_dropout=0.1)
     first, attention = experts(), SequenceBalancer([model], job=job)
     refused("a second one", experts)
@@ -112,6 +117,9 @@ EXPECTED = {
     "one stage": "layers cannot move, since there is only one pipeline stage; drop the LayerBalancer",
     "checkpoints by rank": "ckpt_format=torch: it would save layers by the rank that happens to have them; use torch",
     "no length": "the model does not tell its longest sequence; pass job=Job(seq_length)",
+    "off": "ExpertBalancer got ExpertConfig(enabled=False), and balances where it is made; set enabled=True",
+    "no effect": "token_capacity 64 of sequences does nothing where the loop places tokens; drop it",
+    "fp8 attention": "fp8_dot_product_attention=True: balanced attention computes in 16 bits; drop it",
     "dropout": "SequenceBalancer is incompatible with attention_dropout=0.1: it drops other attention scores",
     "a second one": "the model has a balancer of class ExpertBalancer already; close() its Balancers",
     "a second one of sequences": "a balancer of class SequenceBalancer already",
@@ -181,3 +189,29 @@ def test_groups_that_do_not_fit_are_named(pool):
     ((alone, without),) = pool.run(1, _groups_that_do_not_fit)
     assert "the expert-parallel group is one rank, which has all experts; drop the ExpertBalancer" in alone
     assert "has no process groups, but balancers use them; call initialize_model_parallel" in without
+
+
+def _closed() -> list[bool]:
+    """Whether schedules are Megatron-LM's, after each of two balancers has been closed in the order of making."""
+    from megatron.balanced.cpu.device import use_cpu
+
+    use_cpu()
+    from megatron.core.pipeline_parallel import schedules
+
+    from megatron.balanced.loop import Balancers
+
+    plain = schedules.forward_backward_no_pipelining
+    actor, critic = Balancers(), Balancers()
+    actor.install()
+    critic.install()
+    of_both, seen = schedules.forward_backward_no_pipelining, []
+    for each in (actor, critic):
+        each.close()
+        seen.append(schedules.forward_backward_no_pipelining is of_both)
+    unwrapped: Any = schedules.forward_backward_no_pipelining
+    return [*seen, getattr(unwrapped, "__wrapped__", unwrapped) is plain]
+
+
+def test_one_of_two_balanced_models_may_be_closed_first(pool):
+    """The other one stays balanced."""
+    assert pool.run(1, _closed) == [[True, False, True]]

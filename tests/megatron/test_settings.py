@@ -74,6 +74,7 @@ REFUSED = {
     "choice": ("layers: {planner: best}", "--balance-layers", "layers.planner best is none of", "optimal, diffusion"),
     "balancer that is off": ("layers: {min_gain: 0.1}", "", "min_gain 0.1 does nothing without --balance-layers"),
     "report": ("report: {interval: 3}", "", "report.interval 3 does nothing without --balance-report"),
+    "trials": ("trials: {pairs: 0}", "", "trials.pairs 0 does nothing without a balancer; add one, or drop it"),
     "alias": ("a: &a [1]\nexperts: *a", "", "has an alias, *a"),
     "twice": ("experts: {min_gain: 0}\nexperts: {planner: none}", "", "has experts twice"),
     "field twice": ("experts: {min_gain: 0, min_gain: 0.5}", "", "has min_gain twice"),

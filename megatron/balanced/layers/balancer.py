@@ -79,7 +79,7 @@ class LayerBalancer(StepCallback):
         loop: TrainingLoop | None = None,
     ) -> None:
         facts = job or Job()
-        check_model("LayerBalancer", chunks, optimizer, recaptures=facts.recaptures)
+        check_model("LayerBalancer", chunks, optimizer, config=config, recaptures=facts.recaptures)
         self._config = config = config or LayerConfig(enabled=True)
         model = get_model_config(chunks[0])
         loop = loop or TrainingLoop(Observer(measures=True, watches_entry=True), MoveGroups(facts.timeout_minutes))

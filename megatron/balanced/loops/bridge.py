@@ -72,7 +72,7 @@ class Balance:
                     self._layers,
                     layer_spec=_layer_spec(config.model),
                     overrides=_overrides(config, model),
-                    steps=config.train.train_iters,
+                    steps=config.train.train_iters - context.state.train_state.step,
                     gloo_groups=config.dist.use_gloo_process_groups,
                     **shared,
                 )

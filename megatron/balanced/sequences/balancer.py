@@ -65,7 +65,10 @@ class SequenceBalancer(StepCallback):
         had_kernel: str | None = None,
     ) -> None:
         facts = job or Job()
-        check_model("SequenceBalancer", chunks, recaptures=facts.recaptures, wrapped=tokens is None)
+        check_model("SequenceBalancer", chunks, config=config, recaptures=facts.recaptures, wrapped=tokens is None)
+        for name in ("micro_batches", "chunk", "token_capacity") if tokens is None and config is not None else ():
+            if value := getattr(config, name):
+                raise ValueError(f"{name} {value} of sequences does nothing where the loop places tokens; drop it")
         self.chunks, self.config = list(chunks), config or SequenceConfig(enabled=True)
         self._report, self._iteration, self._ended = report, 0, 0
         self._spent: list[int] = []  # of the last schedule, as `StepRecord` has it

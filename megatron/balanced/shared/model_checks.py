@@ -27,6 +27,7 @@ def check_model(
     chunks: Sequence[torch.nn.Module],
     optimizer: Any = None,
     *,
+    config: Any = None,
     recaptures: bool = False,
     wrapped: bool = True,
 ) -> None:
@@ -34,10 +35,14 @@ def check_model(
     the way out.
 
     optimizer: the optimizer of the model, if the balancer needs it.
+    config: the balancer's; None for the defaults.
     recaptures: as in `Job`.
     wrapped: whether the chunks must be in `DistributedDataParallel`. Megatron-LM does not wrap a model that it only
         validates.
     """
+    if config is not None and not config.enabled:
+        name = type(config).__name__
+        raise ValueError(f"{kind} got {name}(enabled=False), and balances where it is made; set enabled=True")
     for chunk in chunks:
         if wrapped:
             _check_wrapped(chunk)

@@ -189,7 +189,10 @@ def config_from_flags(args: argparse.Namespace, device: str) -> tuple[BalanceCon
         notes.append(f"--balance-config {path}: {', '.join(named) or 'no settings'}")
     sections = {section: _section(args, section, given[section]) for section in SECTIONS}
     values = {field.name: getattr(args, argument) for field, _, argument in _flags(BalanceConfig)}
-    return BalanceConfig(**values | {"device": device} | sections), notes
+    config = BalanceConfig(**values | {"device": device} | sections)
+    if given["trials"] and not (config.balances or config.trials.steps):  # with steps `check_trials` says why
+        raise ValueError(f"{next(iter(given['trials'].values()))} does nothing without a balancer; add one, or drop it")
+    return config, notes
 
 
 def _section(args: argparse.Namespace, section: str, given: dict[str, _Given]) -> Any:
