@@ -137,7 +137,7 @@ def _sequences_training(quick: bool) -> dict[str, float]:
 def _layers_training(quick: bool) -> dict[str, float]:
     found = {}
     for case in layers_training.CASES:
-        rows, wrong = layers_training.measure(case, 8, 2)
+        rows, wrong = layers_training.measure(case, *((8, 2) if quick else layers_training.ROUNDS))
         if wrong:
             raise ValueError("; ".join(wrong))
         found |= {f"{case} {name}": row[name] for row in rows if row["method"] == "balanced"
@@ -177,7 +177,7 @@ RUNS = {
     "experts, emulated": Run("benchmarks.experts.emulated --ranks 16", (5, 10), _experts_emulated),
     "sequences, real": Run("benchmarks.sequences.training", (2, 3), _sequences_training),
     "experts, real": Run("benchmarks.experts.training", (4, 6), _experts_training),
-    "layers, real": Run("benchmarks.layers.training", (4, 4), _layers_training),
+    "layers, real": Run("benchmarks.layers.training", (4, 9), _layers_training),
     "layers, planned": Run("benchmarks.layers.plans", (10, 10), _layers_plans),
 }
 FIGURES = (

@@ -8,8 +8,8 @@ A GPT of 12 layers trains on real text (the source of Python's standard library)
 - early exit: about a third of the tokens exit after the first layer, and nearly all others after the sixth.
 
 The same steps run alternately with Megatron's six layers a stage and with `--balance-layers`, each run in a new pair of
-processes. Real compute, real transfers and real moves; nothing is emulated. Steps are compared before the model
-changes, between change and move, and after the move. The bound is the gain of the best partition in simulated 1F1B with
+processes. Real compute, real transfers and real moves; nothing is emulated. The speedup is that of median
+steps after the move, the median over pairs of runs. The bound is the gain of the best partition in simulated 1F1B with
 the CPU seconds of the run that never moves. On a shared machine, other processes slow down balanced stages most, since
 neither of them waits; so the quickest step is given beside the median. Losses of both runs must agree; clipping is off,
 since its norm is summed stage by stage. Exit code 1 if they do not agree, or if layers did not move.
@@ -18,6 +18,7 @@ since its norm is summed stage by stage. Exit code 1 if they do not agree, or if
 import statistics
 import sys
 import tempfile
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,10 @@ from benchmarks.command import load_before, parser, show_rows, write_rows
 from benchmarks.pinned import DYNAMIC, SMALL, prepare_corpus, step_milliseconds
 from benchmarks.settings import scheme_flags
 
-__all__ = ["bound", "measure"]
+__all__ = ["ROUNDS", "bound", "measure"]
 
 _LAYERS, _MICRO_BATCHES = 12, 8
+ROUNDS = 12, 4  # steps after the move, and runs of each kind
 _CHANGE, _INTERVAL = 4, 4  # steps before the model changes, and between decisions about layers
 _MOVED = _CHANGE + _INTERVAL  # steps when layers have moved
 MODEL = (
@@ -89,7 +91,9 @@ def _moves(report: Path) -> list[dict[str, Any]]:
 def measure(case: str, steps: int, rounds: int) -> tuple[list[dict[str, Any]], list[str]]:
     """Rows of the table for a case, and what is wrong with them. steps: after the move; rounds: runs of each kind."""
     phases = {"before": slice(1, _CHANGE), "changed": slice(_CHANGE + 1, _MOVED), "moved": slice(_MOVED + 1, None)}
-    found: dict[str, dict[str, list[float]]] = {kind: {name: [] for name in phases} for kind in ("static", "balanced")}
+    found: dict[str, dict[str, list[list[float]]]] = {
+        kind: {name: [] for name in phases} for kind in ("static", "balanced")
+    }
     losses: dict[str, list[list[float]]] = {kind: [] for kind in found}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -100,9 +104,9 @@ def measure(case: str, steps: int, rounds: int) -> tuple[list[dict[str, Any]], l
                 flags = ["--balance-report", str(own / "report"), "--tensorboard-dir", str(own / "tensorboard")]
                 times = step_milliseconds([*model, *flags, *(_BALANCE if kind == "balanced" else [])], DYNAMIC)
                 for when, steps_of in phases.items():
-                    phase[when] += times[steps_of]
+                    phase[when].append(times[steps_of])
                 losses[kind].append(_losses(own / "tensorboard"))
-                text = ", ".join(f"{when} {statistics.median(phase[when]):.0f} ms" for when in phases)
+                text = ", ".join(f"{when} {statistics.median(phase[when][-1]):.0f} ms" for when in phases)
                 print(f"{case}, round {number + 1} of {rounds}, {kind}: {text}", file=sys.stderr, flush=True)
         last = rounds - 1
         speedup, first = bound(_costs(folder / f"static {last}" / "report"), _MICRO_BATCHES)
@@ -111,18 +115,22 @@ def measure(case: str, steps: int, rounds: int) -> tuple[list[dict[str, Any]], l
     apart = max(abs(a / b - 1) for one in each for a, b in zip(one, each[0], strict=True))
     wrong = [] if apart <= 1e-6 else [f"{case}: losses differ by {apart:.1e}"]
     wrong += [f"{case}: layers did not move" for own in moves if not own]
-    median = {kind: {when: statistics.median(t) for when, t in times.items()} for kind, times in found.items()}
+    median = {
+        kind: {when: statistics.median(chain.from_iterable(runs)) for when, runs in times.items()}
+        for kind, times in found.items()
+    }
     rows = []
     for kind, of in median.items():
-        ratio = median["static"]["moved"] / of["moved"]
-        quickest = min(found[kind]["moved"])
+        pairs = zip(found["static"]["moved"], found[kind]["moved"], strict=True)  # one after the other
+        ratio = statistics.median(statistics.median(without) / statistics.median(own) for without, own in pairs)
+        quickest = min(map(min, found[kind]["moved"]))
         rows.append(
             {
                 "case": case,
                 "method": kind,
                 **{f"{when}_ms": value for when, value in of.items()},
                 "quickest_ms": quickest,
-                "quickest_speedup": min(found["static"]["moved"]) / quickest,
+                "quickest_speedup": min(map(min, found["static"]["moved"])) / quickest,
                 "speedup": ratio,
                 "ratio_to_baseline": 1 / ratio,
                 "bound": speedup,
@@ -131,7 +139,7 @@ def measure(case: str, steps: int, rounds: int) -> tuple[list[dict[str, Any]], l
                 "move_ms": max((line["apply_ms"] for m in moves for line in m if kind != "static"), default=None),
                 "loss_difference": apart,
                 "loss": each[0][-1],
-                "steps": len(found[kind]["moved"]),
+                "steps": sum(map(len, found[kind]["moved"])),
             }
         )
     return rows, wrong
@@ -144,7 +152,7 @@ def main() -> int:
     load = load_before()
     rows, wrong = [], []
     for case in options.cases or [case for case in CASES if not options.quick or case == "freezing"]:
-        own, complaints = measure(case, *((5, 1) if options.quick else (8, 2)))
+        own, complaints = measure(case, *((5, 1) if options.quick else ROUNDS))
         rows += own
         wrong += complaints
     print(f"{load}; seconds of a step, medians")
