@@ -68,6 +68,7 @@ class _Products(ReplicatedExperts):
 
     runs_one_by_one = False
     _grouped: tuple[Any, tuple[_Linear, _Linear]] | None = None  # a twin with other linear layers, and these
+    _slots_run = ReplicatedExperts._slots_run
 
     def prepare(self) -> None:
         super().prepare()
@@ -125,20 +126,7 @@ class ProductsOfTEGroupedMLP(_Products, ReplicatedTEGroupedMLP):
 
     _forward_of_class = staticmethod(TEGroupedMLP.forward)  # type: ignore[assignment]
 
-    def prepare(self) -> None:
-        super().prepare()
-        # As for sequential experts: gradients return to autograd, of replicas and homes alike.
-        self._fused = [module for module in (self.linear_fc1, self.linear_fc2) if module.fuse_wgrad_accumulation]
-        for linear in self._fused:
-            linear.fuse_wgrad_accumulation = False
-
-    def restore(self) -> None:
-        for linear in self._fused:
-            linear.fuse_wgrad_accumulation = True
-
-    def _slots_run(self, slots: Any) -> int:
-        number: int = slots.held(self.position)
-        return number
+    _fusion = "fuse_wgrad_accumulation"
 
     def _with_grouped_products(self) -> tuple[Any, tuple[_Linear, _Linear]]:
         def linear(module: Any) -> _Linear:

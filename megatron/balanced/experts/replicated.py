@@ -95,6 +95,8 @@ class ReplicatedExperts(torch.nn.Module):
     active = True
     when_computed = staticmethod(at_once)
 
+    # Attribute of linear layers that add weight gradients to data-parallel buffers, which replicas do not have.
+    _fusion = ""
     _bound: ReplicaSlots | None = None  # the slots that are experts of the modules in `_twins`
     _twins: dict[tuple[int, int], Any]  # numbers of slots and of late ones -> the module; no submodules in a dict
 
@@ -102,9 +104,15 @@ class ReplicatedExperts(torch.nn.Module):
         """Called once, when the experts of a finished model get replicas."""
         self.ends_after_backward_dw = self.config.delay_wgrad_compute
         self._twins = {}
+        # Such experts return their gradients to autograd. The rest of the model keeps the fusion.
+        self._fused = [module for module in self.modules() if self._fusion and getattr(module, self._fusion, False)]
+        for linear in self._fused:
+            setattr(linear, self._fusion, False)
 
     def restore(self) -> None:
         """Undo what `prepare` has changed, when the experts become Megatron-LM's own again."""
+        for linear in self._fused:
+            setattr(linear, self._fusion, True)
 
     def forget_slots(self) -> None:
         """Keep nothing of the slots that replicas were in last."""
@@ -186,7 +194,7 @@ class ReplicatedExperts(torch.nn.Module):
 
     def _slots_run(self, slots: ReplicaSlots) -> int:
         """Number of slots that run with the home experts: at least those up to the last replica, 0 without one."""
-        raise NotImplementedError
+        return slots.held(self.position)
 
     def _bind(self, leaves: list[list[torch.Tensor]]) -> Any:
         """A twin that has slots with the parameters `leaves` as further experts."""
@@ -247,24 +255,10 @@ class ReplicatedSequentialMLP(ReplicatedExperts, SequentialMLP):
     replica's weights."""
 
     runs_one_by_one = True
-
-    def prepare(self) -> None:
-        super().prepare()
-        # Fused accumulation adds a weight's gradient to its data-parallel buffer, which a replica does not have. So
-        # these experts return their gradients to autograd. The rest of the model keeps the fusion.
-        self._fused = [module for module in self.modules() if getattr(module, "gradient_accumulation_fusion", False)]
-        for linear in self._fused:
-            linear.gradient_accumulation_fusion = False
-
-    def restore(self) -> None:
-        for linear in self._fused:
-            linear.gradient_accumulation_fusion = True
+    _fusion = "gradient_accumulation_fusion"
 
     def compute_weight_gradients(self) -> None:
         """Nothing is left out: linear layers of megatron.core compute theirs in the backward pass."""
-
-    def _slots_run(self, slots: ReplicaSlots) -> int:
-        return slots.held(self.position)
 
     def _bind(self, leaves: list[list[torch.Tensor]]) -> Any:
         twin = with_further_experts(self, leaves)
