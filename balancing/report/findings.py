@@ -276,7 +276,8 @@ def answers(summary: Summary) -> list[Answer]:
             gained += f"; together {together}"
         if forecast := ", ".join(f"{name} {ratio(gain)}" for name, gain in summary.forecast.items()):
             gained += f". Forecast: {forecast}"
-        found.insert(0, Answer("by the clock", f"Balancing gained: {gained}.{_wrong_forecasts(summary)}"))
+        off = f" Trials have switched off {' and '.join(sorted(summary.switched_off))}." * bool(summary.switched_off)
+        found.insert(0, Answer("by the clock", f"Balancing gained: {gained}.{_wrong_forecasts(summary)}{off}"))
     if wrong := _wrong_rates(summary):
         found.append(Answer("rates", wrong))
     slow = [
@@ -340,7 +341,9 @@ def _flags(summary: Summary) -> str:
         )
         return f"Switch on {named}."
     if worth:
-        return f"None: what is left is beside {' and '.join(_FLAGS[each.balanced] for each in worth)}, which are on."
+        left = [_FLAGS[each.balanced] for each in worth]
+        are = "have been on, and did not pay" if summary.switched_off.intersection(left) else "are on"
+        return f"None: what is left is beside {' and '.join(left)}, which {are}."
     return "None is needed."
 
 

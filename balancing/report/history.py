@@ -119,6 +119,7 @@ class History:
     experts      iteration -> layer -> its line of action "observe"
     actions      every line whose action is not "observe", "trial" or "measured", in the order of the file
     by_the_clock balancer, or "together" -> what it gained in all trials so far (`balancing.trials`)
+    switched_off balancers that were off after the last of these trials
     pairs        balancer, or "together" -> the pairs of steps in these trials
     times        (what was measured, "forward" or "backward") -> how many times as long its calls took as by the
                  rates that planners had, by line
@@ -136,6 +137,7 @@ class History:
     experts: dict[int, dict[int, dict[str, Any]]] = field(default_factory=dict)
     actions: list[dict[str, Any]] = field(default_factory=list)
     by_the_clock: dict[str, ClockGain] = field(default_factory=dict)
+    switched_off: set[str] = field(default_factory=set)
     times: dict[tuple[str, str], list[float]] = field(default_factory=dict)
     row_seconds: list[float] = field(default_factory=list)
     pairs: dict[str, list[Pair]] = field(default_factory=dict)
@@ -184,7 +186,9 @@ class History:
                     raise ValueError("a pair has no iteration or no ratio")
                 pairs = [Pair(*pair) for pair in zip(iterations, ratios, strict=True)]
                 self.pairs.setdefault(str(line["balancer"]), []).extend(pairs)
-            self.by_the_clock[str(line["balancer"])] = ClockGain(ratio, low, high, _number(line, "pairs"))
+            name = str(line["balancer"])
+            self.by_the_clock[name] = ClockGain(ratio, low, high, _number(line, "pairs"))
+            (self.switched_off.discard if line.get("on", True) else self.switched_off.add)(name)
             return
         if line["action"] == MEASURED:  # for planners, `measured_lines` reads them
             self._keep_measured(line)

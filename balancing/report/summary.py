@@ -180,6 +180,7 @@ class Summary:
     dealt           modelled seconds of a step over those of a step of equal micro-batches: (as drawn, as run); None if
                     documents were not distributed over micro-batches
     by_the_clock    balancer, or "together" -> what it gained in trials
+    switched_off    balancers that trials have switched off
     forecast        balancer -> the same by a model: of layers, for all moves together; of documents that were
                     distributed over micro-batches; of replicas, by the measured seconds of experts
     times           (what was measured, "forward" or "backward") -> how many times as long its calls took as by
@@ -220,6 +221,7 @@ class Summary:
     attention_after: np.ndarray | None = None
     actions: dict[str, BalancerActions] = field(default_factory=dict)
     by_the_clock: dict[str, ClockGain] = field(default_factory=dict)
+    switched_off: set[str] = field(default_factory=set)
     forecast: dict[str, float] = field(default_factory=dict)
     times: dict[tuple[str, str], float] = field(default_factory=dict)
 
@@ -263,7 +265,7 @@ def summarize(history: History) -> Summary:
     if (attention := ordered_attention(history, counted)) is not None:
         summary.attention_before, summary.attention_after = attention
     _compare(summary)
-    summary.by_the_clock = history.by_the_clock
+    summary.by_the_clock, summary.switched_off = history.by_the_clock, history.switched_off
     if "sequences" in history.by_the_clock and summary.dealt is not None:
         summary.forecast["sequences"] = summary.dealt[0] / summary.dealt[1]
     if "layers" in history.by_the_clock and (moves := predicted_of_moves(history)) is not None:

@@ -119,11 +119,11 @@ def test_balanced_experts_promise_nothing_more(history):
     assert "waits for expert-parallel" not in verdict(summarize(history))
 
 
-def _tell_trials(history, name, ratios, gain):
+def _tell_trials(history, name, ratios, gain, on=True):
     """Add a round of trials as it is in the log."""
     line = event(40, name, "step", imbalance_before=1.0, action="trial")
     low, high = min(ratios), max(ratios)
-    figures = {"gain": gain, "gain_low": low, "gain_high": high, "pairs": len(ratios), "on": True}
+    figures = {"gain": gain, "gain_low": low, "gain_high": high, "pairs": len(ratios), "on": on}
     history.keep(line | figures | {"pair_iterations": list(range(22, 22 + len(ratios))), "pair_ratios": ratios})
 
 
@@ -171,6 +171,19 @@ def test_the_gain_of_replicas_is_forecast_from_the_seconds_of_a_row(history):
         "Forecast: experts" in answers(summary)[0].text
         and "The forecast of experts was too" in answers(summary)[0].text
     )
+
+
+def test_what_trials_have_switched_off_is_not_called_on(history):
+    history = copy.deepcopy(history)
+    _tell_trials(history, "experts", [0.97] * 10, 0.97)
+    assert "switched off" not in answers(summarize(history))[0].text
+    _tell_trials(history, "experts", [0.96] * 10, 0.96, on=False)
+    summary = summarize(history)
+    assert "Trials have switched off experts." in answers(summary)[0].text
+    summary.estimates[:] = [replace(each, saved=0.5) for each in summary.estimates]
+    assert "which have been on, and did not pay" in answers(summary)[-1].text
+    _tell_trials(history, "experts", [1.2] * 10, 1.2)
+    assert "switched off" not in answers(summarize(history))[0].text
 
 
 def test_a_job_that_was_started_again_is_forecast_once(history):
