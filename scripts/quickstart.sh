@@ -78,7 +78,7 @@ else
     essentials='
         s/^ *\[[^]]*\] *iteration +([0-9]+)\/ *([0-9]+) .*iteration \(ms\): ([0-9.]+) .*(lm loss: [^ ]+).*/iteration \1 of \2: \4, \3 ms/p
         s/^ *(validation loss at iteration [0-9]+) \| lm loss value: ([^ ]+).*/\1: \2/p
-        /^> (device|patched|layers)|: error:|Error: /p'
+        /^> (device|patched|layers|sequences|experts|gained)|: error:|Error: /p'
     # One thread a process: the four share the cores.
     OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} CUDA_DEVICE_MAX_CONNECTIONS=1 \
         "$python" -m torch.distributed.run --standalone --nproc-per-node 4 \

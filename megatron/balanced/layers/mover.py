@@ -62,10 +62,10 @@ from megatron.balanced.shared.callbacks import StepCallback
 from megatron.balanced.shared.captured_schedule import on_capture_stream
 from megatron.balanced.shared.optimizer_state import (
     ParameterState,
+    Settings,
     Taken,
     bucket_layout,
     future_ranges,
-    merged,
     place_weights,
     placed_weights,
     put_back,
@@ -97,12 +97,14 @@ class _Before(NamedTuple):
 
     hooked: [chunk], whether forward passes overlap with the all-gather of its weights.
     taken: state from the optimizer.
+    settings: of its parameter groups, of this rank and then of all.
     shards: the tensors of this rank.
     inventories: inventories of all ranks.
     """
 
     hooked: list[bool]
     taken: Taken
+    settings: list[Settings]
     shards: Shards
     inventories: list[Inventory]
 
@@ -314,14 +316,14 @@ class LayerMover:
         """Take the state out of the optimizer, exchange inventories with all ranks, and free the gradient buffers."""
         hooked = _finish_gathering(self._chunks, self._optimizer)
         taken = take(self._optimizer)
-        settings = merged([taken.settings, *self.gather(taken.settings)])
+        settings = [taken.settings, *self.gather(taken.settings)]
         shards, inventory = take_inventory(self.models(), taken.states)
         inventories = self.gather(inventory)
         taken.states.clear()
         self._free_buffers()
         # Otherwise arriving tensors would fragment the cached memory of gradients, which the new buffers need whole.
         torch.cuda.empty_cache()
-        return _Before(hooked, taken._replace(settings=settings), shards, inventories)
+        return _Before(hooked, taken, settings, shards, inventories)
 
     def _build(self, plan: StagePlan, before: _Before, changes: dict[int, bytes]) -> _After:
         """Build the modules of `plan`, place weights in their new buffers, and request the tensors that are missing. A
@@ -373,7 +375,7 @@ class LayerMover:
             with placed_weights(after.weights[chunk]), on_capture_stream(self._model):
                 self._wrap(ddp, chunk, after.layouts[chunk], before.hooked[chunk])
         self._remember_nodes()
-        self._renew(after.request.states, before.taken)
+        self._renew(after.request.states, before)
 
     def _tell(self, after: _After) -> None:
         """Tell all callbacks what has changed."""
@@ -434,13 +436,13 @@ class LayerMover:
         seen = {node.variable: node for ddp in self._chunks for node in ddp.grad_accs}
         self._nodes = {parameter: node for parameter, node in (seen | self._nodes).items() if parameter in present}
 
-    def _renew(self, states: dict[torch.nn.Parameter, ParameterState], taken: Taken) -> None:
+    def _renew(self, states: dict[torch.nn.Parameter, ParameterState], before: _Before) -> None:
         stash_in_gradients(states)
         # Main parameters are made from weights. Autograd would record the conversion of 8-bit weights.
         quantized = any(is_float8tensor(parameter) for ddp in self._chunks for parameter in ddp.parameters())
         with torch.set_grad_enabled(not quantized):
             new = self._new_optimizer(self._optimizer.config, self._chunks)
-        put_back(self._optimizer, new, states, taken.scalers, taken.settings)
+        put_back(self._optimizer, new, states, before.taken.scalers, before.settings)
         for ddp in self._chunks:
             ddp.zero_grad_buffer()
         self._scheduler.step(0)  # gives the parameter groups their learning rate and weight decay

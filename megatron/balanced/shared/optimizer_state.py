@@ -18,7 +18,7 @@ optimizer; until then every rank gets the whole state. The buffers of this optim
 
 import contextlib
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -34,10 +34,10 @@ from torch.overrides import TorchFunctionMode
 __all__ = [
     "ParameterState",
     "Part",
+    "Settings",
     "Taken",
     "bucket_layout",
     "future_ranges",
-    "merged",
     "parts",
     "place_weights",
     "placed_weights",
@@ -219,19 +219,6 @@ def _groups(optimizer: ChainedOptimizer) -> Iterator[tuple[tuple, dict[str, Any]
             yield (type(inner).__name__, *(group.get(name) for name in param_group_identifier_keys)), group
 
 
-def merged(of_ranks: Iterable[Settings]) -> Settings:
-    """The settings of several ranks, those of an earlier one first. Steps are not counted in a group that has no
-    parameters on a rank, so the largest number of an optimizer's groups counts."""
-    known, steps = Settings(), dict[str, int]()
-    for key, entries in [pair for settings in of_ranks for pair in settings.items()]:
-        known.setdefault(key, dict(entries))
-        if "step" in entries:
-            steps[key[0]] = max(steps.get(key[0], 0), entries["step"])
-    for key, entries in known.items():
-        entries |= {"step": steps[key[0]]} if key[0] in steps else {}
-    return known
-
-
 def stash_in_gradients(states: Mapping[torch.nn.Parameter, ParameterState]) -> None:
     """Store main parameters in the memory of gradients, which is unused between two steps.
 
@@ -250,14 +237,15 @@ def put_back(
     new: ChainedOptimizer,
     states: Mapping[torch.nn.Parameter, ParameterState],
     scalers: list[Any],
-    settings: Settings,
+    settings: Sequence[Settings],
 ) -> None:
     """Fill `new` with the given state, then give its contents to `optimizer`, to which other objects refer.
 
     optimizer: emptied by `take`.
     new: built for the current parameters.
     states: parameter -> state of the elements that `new` steps on this rank.
-    scalers, settings: as `take` returned them; settings of the groups of all ranks, since this one may have had none.
+    scalers: as `take` returned them.
+    settings: as `take` returned them on all ranks, this one's first. Others have those of groups that this one lacked.
 
     Gradients are undefined afterwards.
     """
@@ -276,8 +264,15 @@ def put_back(
         scaler = scalers[number] if number < len(scalers) else copy.deepcopy(scalers[0])
         if scaler is not None:
             part.grad_scaler = scaler
+    # An optimizer does not count steps in a group without parameters, so the largest number counts.
+    steps: dict[str, int] = {}
+    for (kind, *_), entries in [pair for of_rank in settings for pair in of_rank.items()]:
+        if "step" in entries:
+            steps[kind] = max(steps.get(kind, 0), entries["step"])
     for key, group in _groups(new):
-        group.update(settings.get(key, {}))
+        group.update(next((of_rank[key] for of_rank in settings if key in of_rank), {}))
+        if key[0] in steps:
+            group["step"] = steps[key[0]]
     optimizer.__dict__.update(new.__dict__)
 
 
