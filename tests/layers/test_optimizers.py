@@ -152,3 +152,31 @@ def test_no_plan_leaves_one_layer_where_activations_are_offloaded(pool):
     """The first backward pass would look for activations of such a chunk in the wrong micro-batch."""
     assert pool.run(1, _planned, ((3,), (3,)), False) == [[[5, 1]] * 2]
     assert pool.run(1, _planned, ((3,), (3,)), True) == [[[4, 2]] * 2]
+
+
+def _hooked_again() -> tuple[int, int]:
+    """Calls in a backward pass of a hook that Megatron-LM has registered three times, with two of them at moves; of a
+    parameter that stays and of one that has arrived at the last move."""
+    import torch
+
+    from megatron.balanced.layers.mover import _Hooked
+
+    stays, arrives = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    calls, nodes = [], {}
+
+    def wrap(parameters: Any, known: Any) -> None:
+        with _Hooked(known):
+            for parameter in parameters:
+                node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
+                node.register_hook(lambda *unused, own=parameter: calls.append(own))
+                nodes.setdefault(parameter, node)
+
+    wrap([stays], {})
+    wrap([stays], dict(nodes))
+    wrap([stays, arrives], dict(nodes))
+    (stays * arrives).sum().backward()
+    return sum(own is stays for own in calls), sum(own is arrives for own in calls)
+
+
+def test_hooks_of_moves_do_not_add_up(pool):
+    assert pool.run(1, _hooked_again) == [(1, 1)]
