@@ -32,6 +32,7 @@ CASES = {
     "pairs": True, "pairs, recompute": True, "pairs, kept, recompute attention": True,
     "some unpacked": True, "dense mask beside": True,
     "no_mask": False, "padding": False, "padding_causal": False, "first no_mask": True, "capped": False,
+    "in 8 bits": False,
     "tower": True, "tower, frozen": True, "hooks": True, "frozen qkv": True, "frozen first": True, "scale": True,
     "latents, hooks": True, "latents, frozen qkv": True,
 }  # fmt: skip
@@ -95,6 +96,7 @@ def _model(case: str) -> Any:
         return layers
 
     config = of(MLATransformerConfig if latent else TransformerConfig, **settings)
+    config.fp8_dot_product_attention = "in 8 bits" in case  # which these layers do not look at
     core = PackedLatentDotProductAttention if latent else _capped() if "capped" in case else PackedDotProductAttention
     masks = [word for word in case.split(", ") if word in AttnMaskType.__members__]
     model = GPTModel(config, spec(config, core, masks[0] if masks else "causal"), VOCABULARY, LONGEST).double()
@@ -324,6 +326,7 @@ ALONE = {
     "padding": "decoder.layers.0.self_attention and 1 more: attention with the mask padding, not causal",
     "padding_causal": "decoder.layers.0.self_attention and 1 more: attention with the mask padding_causal, not causal",
     "capped": "decoder.layers.0.self_attention and 1 more: Capped computes attention in a way of its own",
+    "in 8 bits": "decoder.layers.0.self_attention and 1 more: attention in 8 bits (fp8_dot_product_attention)",
     "tower": "tower.layers.0.self_attention and 1 more: attention with the mask no_mask, not causal",
 }
 

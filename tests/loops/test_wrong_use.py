@@ -87,7 +87,6 @@ def _refusals() -> dict[str, str]:
     refused("off", lambda: ExpertBalancer([model], ExpertConfig(), job=job))
     of_trainer = SequenceConfig(enabled=True, token_capacity=64)
     refused("no effect", lambda: SequenceBalancer([model], of_trainer, job=job))
-    refused("fp8 attention", lambda: SequenceBalancer([model], job=job), fp8_dot_product_attention=True)
     refused("dropout", lambda: SequenceBalancer([model], job=job), attention_dropout=0.1)
     first, attention = experts(), SequenceBalancer([model], job=job)
     refused("a second one", experts)
@@ -119,7 +118,6 @@ EXPECTED = {
     "no length": "the model does not tell its longest sequence; pass job=Job(seq_length)",
     "off": "ExpertBalancer got ExpertConfig(enabled=False), and balances where it is made; set enabled=True",
     "no effect": "token_capacity 64 of sequences does nothing where the loop places tokens; drop it",
-    "fp8 attention": "fp8_dot_product_attention=True: balanced attention computes in 16 bits; drop it",
     "dropout": "SequenceBalancer is incompatible with attention_dropout=0.1: it drops other attention scores",
     "a second one": "the model has a balancer of class ExpertBalancer already; close() its Balancers",
     "a second one of sequences": "a balancer of class SequenceBalancer already",

@@ -1,8 +1,9 @@
 """Which attention of a finished model may be balanced: causal, a plain softmax, with the sizes of the model.
 
 The engine computes nothing else. A vision tower attends in both directions, and some models have a core attention of
-their own, for instance with capped scores. Such layers run as the loop has them. They could not be balanced even with
-another mask: a rank whose micro-batch has no images does not call a tower at all, and the others would wait for it.
+their own, for instance with capped scores, or compute it in 8 bits. Such layers run as the loop has them. They could
+not be balanced even with another mask: a rank whose micro-batch has no images does not call a tower at all, and the
+others would wait for it.
 """
 
 from typing import Any
@@ -41,6 +42,9 @@ def why_alone(attention: Any, model: Any) -> str:
     made_by = {type(core).__init__.__module__, type(core).forward.__module__}
     if "forward" in vars(core) or not (made_by <= _PLAIN or type(core).forward is torch.nn.Module.forward):
         return f"{type(core).__name__} computes attention in a way of its own"
+    for name in ("fp8_dot_product_attention", "fp8_multi_head_attention"):
+        if getattr(attention.config, name, False):
+            return f"attention in 8 bits ({name})"
     if head_sizes(attention.config) != head_sizes(model):
         return "heads or windows of other sizes than in the model's config"
     return ""

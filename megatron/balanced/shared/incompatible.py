@@ -290,8 +290,6 @@ INCOMPATIBLE: tuple[Incompatible, ...] = (
                  "use auto, flash or fused"),
     Incompatible("apply_query_key_layer_scaling", ON, (ATTENTION,), "balanced attention does not scale by layer",
                  where=LOOPS),
-    *(Incompatible(flag, ON, (ATTENTION,), "balanced attention computes in 16 bits", where=LOOPS)
-      for flag in ("fp8_dot_product_attention", "fp8_multi_head_attention")),
     Incompatible("qk_clip", ON, (SEQUENCES, ATTENTION), _LOGITS),
     Incompatible("log_max_attention_logit", ON, (SEQUENCES,), _LOGITS),
     Incompatible("position_embedding_type", other_than("learned_absolute", "rope", "yarn", "none"), (SEQUENCES,),
