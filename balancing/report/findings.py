@@ -341,9 +341,12 @@ def _flags(summary: Summary) -> str:
         )
         return f"Switch on {named}."
     if worth:
-        left = [_FLAGS[each.balanced] for each in worth]
-        are = "have been on, and did not pay" if summary.switched_off.intersection(left) else "are on"
-        return f"None: what is left is beside {' and '.join(left)}, which {are}."
+        parts: dict[str, list[str]] = {}
+        for name in [_FLAGS[each.balanced] for each in worth]:
+            are = "have been on, and did not pay" if name in summary.switched_off else "are on"
+            parts.setdefault(are, []).append(name)
+        left = ", and ".join(f"{' and '.join(names)}, which {are}" for are, names in parts.items())
+        return f"None: what is left is beside {left}."
     return "None is needed."
 
 

@@ -181,7 +181,8 @@ def test_what_trials_have_switched_off_is_not_called_on(history):
     summary = summarize(history)
     assert "Trials have switched off experts." in answers(summary)[0].text
     summary.estimates[:] = [replace(each, saved=0.5) for each in summary.estimates]
-    assert "which have been on, and did not pay" in answers(summary)[-1].text
+    said = "beside layers and sequences, which are on, and experts, which have been on, and did not pay."
+    assert said in answers(summary)[-1].text
     _tell_trials(history, "experts", [1.2] * 10, 1.2)
     assert "switched off" not in answers(summarize(history))[0].text
 

@@ -36,7 +36,7 @@ from megatron.balanced.layers.travelling import (
 )
 from megatron.balanced.shared.callbacks import StepCallback
 
-__all__ = ["BY_HAND", "Structure", "check_end"]
+__all__ = ["BY_HAND", "HOOK_ATTRIBUTES", "Structure", "check_end"]
 
 _OF_TORCH = frozenset(vars(torch.nn.Module()))  # attributes of every module
 HOOK_ATTRIBUTES = frozenset(name for name in _OF_TORCH if "hook" in name)
