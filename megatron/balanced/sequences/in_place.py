@@ -188,8 +188,6 @@ class AttentionInPlace(Tokens):
         alone: dict[str, list[str]] = defaultdict(list)
         for chunk, model in enumerate(unwrap_model(self._chunks)):
             for name, attention in model.named_modules():
-                if isinstance(attention, TransformerBlock | HybridStack):
-                    self._hooks.append(attention.register_forward_pre_hook(self._look, with_kwargs=True))
                 if not isinstance(attention, SelfAttention | MLASelfAttention):
                     continue
                 if reason := why_alone(attention, self._sharing.model):
@@ -202,6 +200,10 @@ class AttentionInPlace(Tokens):
                 self._replace(attention.core_attention, "forward", partial(self._forward, layer))
                 if self._sharing.shape.latent is not None:
                     self._replace(attention, "get_query_key_value_tensors", partial(self._project, layer))
+            balanced = {layer.attention for layer in self._layers if layer.chunk == chunk}
+            for block in model.modules():  # not a tower's
+                if isinstance(block, TransformerBlock | HybridStack) and not balanced.isdisjoint(block.modules()):
+                    self._hooks.append(block.register_forward_pre_hook(self._look, with_kwargs=True))
         return alone
 
     def _replace(self, module: Any, name: str, method: Callable) -> None:
