@@ -101,13 +101,14 @@ balancer "training", unit "loss", action "no loss": no token of any rank counted
 import json
 import logging
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from balancing.files import check_output
+from balancing.files import check_output, output
 from balancing.report.exposed import exposed_seconds
 from balancing.report.record import IterationRecord, RankRecord
 
@@ -139,6 +140,9 @@ STANDARD_KEYS = (
     "reason",
 )
 
+_MOST_BYTES = 512 << 20  # 10,000 iterations of 64 ranks and 32 MoE layers
+# How lines that come in each iteration begin.
+_EACH_ITERATION = re.compile(rb'\{[^[{]*"action":"(?:observe|spread|replicate|keep|measured)"')
 _PHASE = {"forward": 0, "backward": 1, "recompute": 2}
 
 logger = logging.getLogger(__name__)
@@ -182,11 +186,13 @@ class EventLog:
     Each `write` reaches the operating system before it returns. If writing fails, for example on a full disk, one
     warning is logged, the log stays closed, and training goes on.
 
+    most_bytes: size of the file beyond which it loses, of lines that come in each iteration, the older half.
+
     Raises ValueError if DIR cannot be written to at the start.
     """
 
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
-        self.path = Path(directory) / "events.jsonl"
+    def __init__(self, directory: str | os.PathLike[str], most_bytes: int = _MOST_BYTES) -> None:
+        self.path, self._most_bytes = Path(directory) / "events.jsonl", most_bytes
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             check_output(self.path)
@@ -228,11 +234,29 @@ class EventLog:
         try:
             while view:
                 view = view[os.write(self._file, view) :]
-        except OSError as error:
+            if (size := os.fstat(self._file).st_size) > self._most_bytes:
+                self._shorten(size // 2)
+        except (OSError, ValueError) as error:
             self.close()
             logger.warning(
-                "cannot write %s any more (%s): training goes on, later events are lost", self.path, error.strerror
+                "cannot write %s any more (%s): training goes on, later events are lost",
+                self.path,
+                getattr(error, "strerror", None) or error,
             )
+
+    def _shorten(self, end: int) -> None:
+        """Drop the lines that come in each iteration, as far as byte `end`."""
+        assert self._file is not None
+        with open(self.path, "rb") as old, output(self.path) as new:
+            at = 0
+            for line in old:
+                at += len(line)
+                if at > end or not _EACH_ITERATION.match(line):
+                    new.write(line)
+        os.close(self._file)
+        self._file = os.open(self.path, os.O_RDWR | os.O_APPEND)
+        if 4 * os.fstat(self._file).st_size > 3 * self._most_bytes:  # of other lines
+            self._most_bytes *= 2
 
 
 def observe(record: IterationRecord) -> list[dict[str, Any]]:

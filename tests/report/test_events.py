@@ -17,7 +17,9 @@ from balancing.report import (
     TraceLog,
     event,
     imbalance,
+    measured_event,
     observe,
+    read_history,
     read_trace,
     scalars,
     write_trace,
@@ -178,6 +180,29 @@ def test_a_line_cut_short_by_a_crash_does_not_swallow_the_next(tmp_path):
     first, *others = (tmp_path / "events.jsonl").read_text().splitlines()
     assert first == '{"iteration": 1, "bal' and len(others) == 4
     assert all(json.loads(text)["iteration"] == 7 for text in others)
+
+
+def test_a_long_log_loses_the_older_half_of_what_comes_in_each_iteration(tmp_path):
+    kept = {"action": "trial", "gain": 1.0, "gain_low": 0.5, "gain_high": None, "pairs": 1}
+    with EventLog(tmp_path, most_bytes=10_000) as log:
+        log.write([event(1, "experts", "step", imbalance_before=1.0, **kept)])
+        for iteration in range(2, 500):
+            record = IterationRecord(iteration, 4.0, [rank_record(0)])
+            log.write(
+                [
+                    *observe(record),
+                    event(iteration, "experts", "layer", imbalance_before=1.0, action="keep", reason="[{"),
+                    measured_event(
+                        iteration, {"kind": "experts", "way": "forward", "flops": 1, "calls": [[8, 1, 0.1, 2]]}
+                    ),
+                ]
+            )
+            assert log.path.stat().st_size <= 10_000
+    history = read_history(tmp_path)
+    assert not history.damage and "experts" in history.by_the_clock
+    assert history.iterations[-1] == 499 and 3 < len(history.iterations) < 30
+    assert history.iterations == list(range(history.iterations[0], 500))
+    assert not list(tmp_path.glob(".*.part"))
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full on this system")
