@@ -154,18 +154,22 @@ def test_no_plan_leaves_one_layer_where_activations_are_offloaded(pool):
     assert pool.run(1, _planned, ((3,), (3,)), True) == [[[4, 2]] * 2]
 
 
-def _hooked_again() -> tuple[int, int]:
+def _hooked_again(quantized: bool) -> tuple[int, int]:
     """Calls in a backward pass of a hook that Megatron-LM has registered three times, with two of them at moves; of a
-    parameter that stays and of one that has arrived at the last move."""
+    parameter that stays and of one that has arrived at the last move. quantized: of a class as Transformer Engine's."""
     import torch
 
-    from megatron.balanced.layers.mover import _Hooked
+    from megatron.balanced.layers.mover import _hooked
 
-    stays, arrives = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    class Quantized(torch.nn.Parameter):
+        def expand_as(self, other: Any) -> Any:
+            return other.view_as(other)
+
+    stays, arrives = ((Quantized if quantized else torch.nn.Parameter)(torch.ones(2)) for _ in range(2))
     calls, nodes = [], {}
 
     def wrap(parameters: Any, known: Any) -> None:
-        with _Hooked(known):
+        with _hooked(known):
             for parameter in parameters:
                 node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
                 node.register_hook(lambda *unused, own=parameter: calls.append(own))
@@ -175,8 +179,10 @@ def _hooked_again() -> tuple[int, int]:
     wrap([stays], dict(nodes))
     wrap([stays, arrives], dict(nodes))
     (stays * arrives).sum().backward()
+    assert stays.expand_as(stays).shape == (2,)
     return sum(own is stays for own in calls), sum(own is arrives for own in calls)
 
 
-def test_hooks_of_moves_do_not_add_up(pool):
-    assert pool.run(1, _hooked_again) == [(1, 1)]
+@pytest.mark.parametrize("quantized", [False, True])
+def test_hooks_of_moves_do_not_add_up(pool, quantized):
+    assert pool.run(1, _hooked_again, quantized) == [(1, 1)]

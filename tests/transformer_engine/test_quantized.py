@@ -280,7 +280,7 @@ def _moving_quantized(argv: list[str], plans: Plans) -> Any:
     return moving_rank(argv, plans)
 
 
-@pytest.mark.parametrize("case", sampled(MOVES, "mxfp8 parameters, precision-aware"))
+@pytest.mark.parametrize("case", sampled(MOVES, "mxfp8 parameters, precision-aware, DP 2, both overlaps"))
 def test_layers_in_8_bits_move_and_no_number_changes(model_of, case):
     recipe, ranks, flags = MOVES[case]
     model = model_of(f"--hidden-size {128 if recipe == 'blockwise' else 64}")

@@ -19,9 +19,10 @@ their stages unless the pipeline gets shorter. In this case the last stages send
 ranks leave the job (`megatron.balanced.layers.shrink`).
 """
 
+import contextlib
 import hashlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -35,7 +36,6 @@ from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.layer_wise_optimizer import is_managed_by_layer_wise_optimizer
 from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
 from megatron.core.utils import unwrap_model
-from torch.overrides import TorchFunctionMode
 
 from balancing.pipeline.fixed_parts import NAMES
 from balancing.pipeline.stage_plan import StagePlan
@@ -410,13 +410,13 @@ class LayerMover:
         """Make buffers, buckets and hooks of `ddp` for its present layers.
 
         A hook on a parameter's gradient cannot be removed, and a second one would count the gradient twice. So each
-        parameter keeps its hook (`_Hooked`). The hook belongs to `ddp` and looks up buckets when it fires. Hooks of
+        parameter keeps its hook (`_hooked`). The hook belongs to `ddp` and looks up buckets when it fires. Hooks of
         delayed weight gradients are in lists on modules, which are cleared. Hooks of others on `ddp` stay.
         """
         kept = {name: value for name, value in vars(ddp).items() if name == "training" or name in HOOK_ATTRIBUTES}
         for module in ddp.module.modules():
             getattr(module, "wgrad_accumulation_and_reduce_hooks", []).clear()
-        with _Hooked(self._nodes):
+        with _hooked(self._nodes):
             DistributedDataParallel.__init__(
                 ddp,
                 config=ddp.config,
@@ -501,22 +501,22 @@ def _renew_replays(before: list[Any], now: list[Any]) -> None:
             replay.router_replay_action = before[0].router_replay_action
 
 
-class _Hooked(TorchFunctionMode):
-    """While Megatron-LM asks for the graph nodes of gradients, it gets a stand-in for each node that has its hook.
-    Otherwise hooks of all moves would add up, each a call in every backward pass.
+@contextlib.contextmanager
+def _hooked(nodes: dict[torch.nn.Parameter, Any]) -> Iterator[None]:
+    """While Megatron-LM asks parameters for the graph nodes of their gradients, it gets a stand-in for each node that
+    has its hook. Otherwise hooks of all moves would add up, each a call in every backward pass.
 
     nodes: parameter -> its node.
     """
-
-    def __init__(self, nodes: dict[torch.nn.Parameter, Any]) -> None:
-        super().__init__()
-        self._nodes = nodes
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func is torch.Tensor.expand_as and args[0] in self._nodes:
-            node = SimpleNamespace(variable=args[0], register_hook=lambda hook: None)
-            return SimpleNamespace(grad_fn=SimpleNamespace(next_functions=((node, 0),)))
-        return func(*args, **(kwargs or {}))
+    for parameter in nodes:  # a class of quantized parameters has an `expand_as` of its own
+        node = SimpleNamespace(variable=parameter, register_hook=lambda hook: None)
+        expanded = SimpleNamespace(grad_fn=SimpleNamespace(next_functions=((node, 0),)))
+        parameter.expand_as = lambda other, expanded=expanded: expanded  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for parameter in nodes:
+            del parameter.expand_as
 
 
 def _finish_gathering(chunks: list[DistributedDataParallel], optimizer: ChainedOptimizer) -> list[bool]:
