@@ -66,28 +66,28 @@ class Balancers:
         for balancer in balancers:
             run.add(balancer)
         run.next_step = self._steps = 0  # of the optimizer
-        # Schedules of megatron.core that are wrapped: name, what it was, and what it is now.
-        self._installed: list[tuple[str, Callable, Callable]] = []
+        self._installed: list[tuple[str, Any]] = []  # schedules of megatron.core: name, and what is there now
 
     def schedule(self, forward_backward_func: Callable) -> Callable:
         """Wrap a schedule with the balancers. Calls with `forward_only` and calls for other models run unchanged."""
 
         @functools.wraps(forward_backward_func)
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def balanced(*args: Any, **kwargs: Any) -> Any:
+            plain = balanced.__wrapped__  # another model's `close` may have changed it
             if kwargs.get("forward_only") or id(_first(kwargs["model"])) not in self._chunks:
-                return forward_backward_func(*args, **kwargs)
+                return plain(*args, **kwargs)
             if self._before is not None:
                 self._before(kwargs)
             config = get_model_config(_first(kwargs["model"]))
             share_loss_scale(config.grad_scale_func)
-            self.run.schedule, self.run.data = forward_backward_func, kwargs.get("data_iterator")
+            self.run.schedule, self.run.data = plain, kwargs.get("data_iterator")
             self.run.micro_batches = kwargs["num_microbatches"]
             with self.run.may_fail():
                 result = step(self.run, config, lambda schedule: schedule(*args, **kwargs))
             self.run.iteration += 1
             return result
 
-        return run
+        return balanced
 
     def after_step(self) -> None:
         """Call this after each optimizer step if layers are balanced. They may move when the next schedule begins."""
@@ -100,9 +100,8 @@ class Balancers:
         if self._installed:
             raise ValueError("the balancers are installed already; close() them first")
         for name in _SCHEDULES:
-            plain = getattr(schedules, name)
-            self._installed.append((name, plain, self.schedule(plain)))
-            setattr(schedules, name, self._installed[-1][-1])
+            self._installed.append((name, self.schedule(getattr(schedules, name))))
+            setattr(schedules, *self._installed[-1])
 
     def will_route(self, loads: Sequence[Any]) -> None:
         """Announce the routing of the next training schedule, as `ExpertBalancer.will_route` does."""
@@ -129,9 +128,14 @@ class Balancers:
         """Undo `install` and free the balancers' memory. The model is plain from now on."""
         self._chunks.clear()  # wrapped schedules that others wrapped again, or looked up, run unchanged from now on
         while self._installed:
-            name, plain, ours = self._installed.pop()
-            if getattr(schedules, name) is ours:
-                setattr(schedules, name, plain)
+            name, ours = self._installed.pop()
+            over = getattr(schedules, name)  # of another model, if it has been installed since
+            if over is ours:
+                setattr(schedules, name, ours.__wrapped__)
+            while over is not None and over.__dict__.get("__wrapped__") is not ours:
+                over = over.__dict__.get("__wrapped__")
+            if over is not None:
+                over.__wrapped__ = ours.__wrapped__
         for balancer in self.run.balancers:
             if isinstance(balancer, ExpertBalancer | SequenceBalancer | LayerBalancer):
                 balancer.close()
