@@ -5,6 +5,7 @@ equal tokens on each rank, so that the plan of another one would fit.
 """
 
 import contextlib
+import copy
 import io
 import traceback
 from collections.abc import Callable, Sequence
@@ -32,8 +33,9 @@ CASES = {
     "pairs": True, "pairs, recompute": True, "pairs, kept, recompute attention": True,
     "some unpacked": True, "dense mask beside": True,
     "no_mask": False, "padding": False, "padding_causal": False, "first no_mask": True, "capped": False,
-    "in 8 bits": False,
-    "tower": True, "tower, frozen": True, "hooks": True, "frozen qkv": True, "frozen first": True, "scale": True,
+    "in 8 bits": False, "no 8 bits": True,
+    "tower": True, "tower, frozen": True, "tower, frozen, recompute, input trains": True,
+    "hooks": True, "frozen qkv": True, "frozen first": True, "scale": True,
     "latents, hooks": True, "latents, frozen qkv": True,
 }  # fmt: skip
 ADAPTED = {"lora": True, "lora, recompute": True, "dora": True, "latents, lora": True}
@@ -96,7 +98,7 @@ def _model(case: str) -> Any:
         return layers
 
     config = of(MLATransformerConfig if latent else TransformerConfig, **settings)
-    config.fp8_dot_product_attention = "in 8 bits" in case  # which these layers do not look at
+    config.fp8_dot_product_attention = "8 bits" in case  # which these layers do not look at
     core = PackedLatentDotProductAttention if latent else _capped() if "capped" in case else PackedDotProductAttention
     masks = [word for word in case.split(", ") if word in AttnMaskType.__members__]
     model = GPTModel(config, spec(config, core, masks[0] if masks else "causal"), VOCABULARY, LONGEST).double()
@@ -110,6 +112,15 @@ def _model(case: str) -> Any:
         up = attention.linear_kv_up_proj if latent else attention.linear_qkv
         up.register_forward_hook(lambda module, given, output: (output[0] * 1.5, output[1]))
         up.weight.register_hook(lambda gradient: gradient * 0.5)
+    if "in 8 bits" in case:
+        for layer in layers:
+            layer.self_attention.config = copy.copy(config)
+            layer.self_attention.config.fp8 = "hybrid"
+    if "input trains" in case:  # as Megatron-Bridge has it where adapters alone train
+        run = model.decoder.forward
+        model.decoder.forward = lambda hidden_states, **rest: run(
+            hidden_states if hidden_states.requires_grad else hidden_states.detach().requires_grad_(), **rest
+        )
     if "scale" in case:
         layers[0].self_attention.core_attention.softmax_scale = 0.7
     for word, names in {

@@ -203,7 +203,8 @@ class AttentionInPlace(Tokens):
             balanced = {layer.attention for layer in self._layers if layer.chunk == chunk}
             for block in model.modules():  # not a tower's
                 if isinstance(block, TransformerBlock | HybridStack) and not balanced.isdisjoint(block.modules()):
-                    self._hooks.append(block.register_forward_pre_hook(self._look, with_kwargs=True))
+                    # What recomputation is given: a loop may change the input of the block on its way.
+                    self._hooks.append(block.layers[0].register_forward_pre_hook(self._look, with_kwargs=True))
         return alone
 
     def _replace(self, module: Any, name: str, method: Callable) -> None:
@@ -222,9 +223,10 @@ class AttentionInPlace(Tokens):
         while self._hooks:
             self._hooks.pop().remove()
 
-    def _look(self, block: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-        states = (args[0] if args else kwargs.get("hidden_states")) if block.pre_process else block.input_tensor
-        self._goes_back = isinstance(states, torch.Tensor) and states.requires_grad
+    def _look(self, layer: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        states = args[0] if args else kwargs.get("hidden_states")
+        if torch._C._current_graph_task_id() == -1:  # not in a backward pass
+            self._goes_back = isinstance(states, torch.Tensor) and states.requires_grad
 
     # A schedule.
 
@@ -356,15 +358,17 @@ class AttentionInPlace(Tokens):
                 "with them; pass them on every rank (a single sequence has cu_seqlens_q [0, tokens]), or use "
                 'domain "context"'
             )
-        back = by_value(sharing.ranks, [recomputes for *_, recomputes in told])
-        if len(back) > 1:
-            raise ValueError(
-                f"{layer.name} is recomputed on ranks {back.get(True)} and not on ranks {back.get(False)}, where no "
-                "gradient goes back to its input; let the input require one on all ranks, or switch recomputation off"
-            )
         trains = any(trains for _, _, trains, _ in told)
         if own is None:
             return _Batch(layer, None, None, None, trains)
+        back = by_value(sharing.ranks, [recomputes for *_, recomputes in told])
+        if len(back) > 1:
+            again = back.get(True) or back[None]
+            others = [rank for rank in sharing.ranks if rank not in again]
+            raise ValueError(
+                f"{layer.name} is recomputed on ranks {again} and not on ranks {others}, where no gradient goes back "
+                "to its input; let the input require one on all ranks, or switch recomputation off"
+            )
         lengths: Lengths = tuple(lengths for lengths, *_ in told[::ways])
         for at, (other, *_) in enumerate(told):
             if other != lengths[at // ways]:

@@ -42,10 +42,12 @@ def why_alone(attention: Any, model: Any) -> str:
     made_by = {type(core).__init__.__module__, type(core).forward.__module__}
     if "forward" in vars(core) or not (made_by <= _PLAIN or type(core).forward is torch.nn.Module.forward):
         return f"{type(core).__name__} computes attention in a way of its own"
-    for name in ("fp8_dot_product_attention", "fp8_multi_head_attention"):
-        if getattr(attention.config, name, False):
-            return f"attention in 8 bits ({name})"
-    if head_sizes(attention.config) != head_sizes(model):
+    config = attention.config
+    if config.fp4 or (config.fp8 and config.fp8_recipe != "blockwise"):  # that recipe leaves attention in 16 bits
+        for name in ("fp8_dot_product_attention", "fp8_multi_head_attention"):
+            if getattr(config, name, False):
+                return f"attention in 8 bits ({name})"
+    if head_sizes(config) != head_sizes(model):
         return "heads or windows of other sizes than in the model's config"
     return ""
 
