@@ -101,14 +101,13 @@ balancer "training", unit "loss", action "no loss": no token of any rank counted
 import json
 import logging
 import os
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from balancing.files import check_output, output
+from balancing.files import check_output
 from balancing.report.exposed import exposed_seconds
 from balancing.report.record import IterationRecord, RankRecord
 
@@ -140,9 +139,10 @@ STANDARD_KEYS = (
     "reason",
 )
 
-_MOST_BYTES = 512 << 20  # 10,000 iterations of 64 ranks and 32 MoE layers
-# How lines that come in each iteration begin.
-_EACH_ITERATION = re.compile(rb'\{[^[{]*"action":"(?:observe|spread|replicate|keep|measured)"')
+# A log of weeks: for each _DENSE bytes that it has, half as many iterations are written, _IN_A_ROW at a time; after a
+# start and after layers have moved, all of the next _WHOLE.
+_DENSE, _IN_A_ROW, _WHOLE = 64 << 20, 10, 50
+_EACH_ITERATION = frozenset(("observe", "spread", "replicate", MEASURED))  # actions; also "keep" of experts
 _PHASE = {"forward": 0, "backward": 1, "recompute": 2}
 
 logger = logging.getLogger(__name__)
@@ -186,13 +186,15 @@ class EventLog:
     Each `write` reaches the operating system before it returns. If writing fails, for example on a full disk, one
     warning is logged, the log stays closed, and training goes on.
 
-    most_bytes: size of the file beyond which it loses, of lines that come in each iteration, the older half.
+    dense: bytes for each of which half as many iterations are written: of those left out, lines that come in each
+        iteration.
 
     Raises ValueError if DIR cannot be written to at the start.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], most_bytes: int = _MOST_BYTES) -> None:
-        self.path, self._most_bytes = Path(directory) / "events.jsonl", most_bytes
+    def __init__(self, directory: str | os.PathLike[str], dense: int = _DENSE) -> None:
+        self.path, self._dense = Path(directory) / "events.jsonl", dense
+        self._whole: int | None = None  # the iteration up to which all are written
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             check_output(self.path)
@@ -209,9 +211,15 @@ class EventLog:
         """Append `events`, usually those of one iteration. Numpy arrays and numbers become lists and numbers."""
         if self._file is None:
             return
-        lines = []
+        lines, sparse = [], 2 ** (os.fstat(self._file).st_size // self._dense)
         for line in events:
             assert all(key in line for key in STANDARD_KEYS), f"event without a standard key: {line}"
+            iteration, balancer, action = (line[name] for name in ("iteration", "balancer", "action"))
+            if self._whole is None or (balancer == "layers" and action not in ("observe", "keep")):
+                self._whole = iteration + _WHOLE
+            often = action in _EACH_ITERATION or (balancer, action) == ("experts", "keep")
+            if often and iteration > self._whole and iteration // _IN_A_ROW % sparse:
+                continue
             lines.append(json.dumps(line, default=_plain, separators=(",", ":")))
         if lines:
             self._append(("\n".join(lines) + "\n").encode())
@@ -234,29 +242,11 @@ class EventLog:
         try:
             while view:
                 view = view[os.write(self._file, view) :]
-            if (size := os.fstat(self._file).st_size) > self._most_bytes:
-                self._shorten(size // 2)
-        except (OSError, ValueError) as error:
+        except OSError as error:
             self.close()
             logger.warning(
-                "cannot write %s any more (%s): training goes on, later events are lost",
-                self.path,
-                getattr(error, "strerror", None) or error,
+                "cannot write %s any more (%s): training goes on, later events are lost", self.path, error.strerror
             )
-
-    def _shorten(self, end: int) -> None:
-        """Drop the lines that come in each iteration, as far as byte `end`."""
-        assert self._file is not None
-        with open(self.path, "rb") as old, output(self.path) as new:
-            at = 0
-            for line in old:
-                at += len(line)
-                if at > end or not _EACH_ITERATION.match(line):
-                    new.write(line)
-        os.close(self._file)
-        self._file = os.open(self.path, os.O_RDWR | os.O_APPEND)
-        if 4 * os.fstat(self._file).st_size > 3 * self._most_bytes:  # of other lines
-            self._most_bytes *= 2
 
 
 def observe(record: IterationRecord) -> list[dict[str, Any]]:

@@ -328,7 +328,7 @@ def _wrong_rates(summary: Summary) -> str:
 
 def _flags(summary: Summary) -> str:
     """The flags of balancers that are off and would save time, the largest saving first."""
-    on = {gain.balancer for gain in summary.gains} | set(summary.actions)
+    on = {gain.balancer for gain in summary.gains} | set(summary.actions) | summary.switched_off
     worth = sorted(
         (each for each in summary.estimates if each.balanced in _FLAGS and each.saved >= _WORTH_NAMING),
         key=lambda each: -each.saved,

@@ -119,7 +119,6 @@ class History:
     experts      iteration -> layer -> its line of action "observe"
     actions      every line whose action is not "observe", "trial" or "measured", in the order of the file
     by_the_clock balancer, or "together" -> what it gained in all trials so far (`balancing.trials`)
-    switched_off balancers that were off after the last of these trials
     pairs        balancer, or "together" -> the pairs of steps in these trials
     times        (what was measured, "forward" or "backward") -> how many times as long its calls took as by the
                  rates that planners had, by line
@@ -137,7 +136,8 @@ class History:
     experts: dict[int, dict[int, dict[str, Any]]] = field(default_factory=dict)
     actions: list[dict[str, Any]] = field(default_factory=list)
     by_the_clock: dict[str, ClockGain] = field(default_factory=dict)
-    switched_off: set[str] = field(default_factory=set)
+    # Balancer that a trial left off -> iterations since: all, and those in which it was on.
+    _since_off: dict[str, tuple[set[int], set[int]]] = field(default_factory=dict)
     times: dict[tuple[str, str], list[float]] = field(default_factory=dict)
     row_seconds: list[float] = field(default_factory=list)
     pairs: dict[str, list[Pair]] = field(default_factory=dict)
@@ -147,6 +147,12 @@ class History:
 
     def __post_init__(self) -> None:
         self.damage = Damage(self.directory / "events.jsonl")
+
+    @property
+    def switched_off(self) -> set[str]:
+        """Balancers that were off after the last trial of them, and in most iterations since: a job may go on without
+        trials, or from before the decision."""
+        return {name for name, (seen, on) in self._since_off.items() if len(on) <= max(len(seen) // 2, 5)}
 
     @property
     def iterations(self) -> list[int]:
@@ -188,7 +194,9 @@ class History:
                 self.pairs.setdefault(str(line["balancer"]), []).extend(pairs)
             name = str(line["balancer"])
             self.by_the_clock[name] = ClockGain(ratio, low, high, _number(line, "pairs"))
-            (self.switched_off.discard if line.get("on", True) else self.switched_off.add)(name)
+            self._since_off.pop(name, None)
+            if not line.get("on", True):
+                self._since_off[name] = (set(), set())
             return
         if line["action"] == MEASURED:  # for planners, `measured_lines` reads them
             self._keep_measured(line)
@@ -202,7 +210,11 @@ class History:
             if "tokens_per_rank" in line:
                 _number(line, "layer")
             self.actions.append(line)
+            if line["balancer"] in self._since_off:
+                self._since_off[line["balancer"]][1].add(iteration)
             return
+        for seen, _ in self._since_off.values():
+            seen.add(iteration)
         for group in _GROUPS.get(key, ()):
             if line.get("graphs") == IN_GRAPH:
                 group = tuple(name for name in group if name != "busy_s")

@@ -17,7 +17,6 @@ from balancing.report import (
     TraceLog,
     event,
     imbalance,
-    measured_event,
     observe,
     read_history,
     read_trace,
@@ -182,27 +181,29 @@ def test_a_line_cut_short_by_a_crash_does_not_swallow_the_next(tmp_path):
     assert all(json.loads(text)["iteration"] == 7 for text in others)
 
 
-def test_a_long_log_loses_the_older_half_of_what_comes_in_each_iteration(tmp_path):
+def test_a_long_log_grows_ever_slower(tmp_path):
+    """It begins with whole iterations, goes on with them after a start and a move of layers, and loses no decision."""
     kept = {"action": "trial", "gain": 1.0, "gain_low": 0.5, "gain_high": None, "pairs": 1}
-    with EventLog(tmp_path, most_bytes=10_000) as log:
-        log.write([event(1, "experts", "step", imbalance_before=1.0, **kept)])
-        for iteration in range(2, 500):
-            record = IterationRecord(iteration, 4.0, [rank_record(0)])
-            log.write(
-                [
-                    *observe(record),
-                    event(iteration, "experts", "layer", imbalance_before=1.0, action="keep", reason="[{"),
-                    measured_event(
-                        iteration, {"kind": "experts", "way": "forward", "flops": 1, "calls": [[8, 1, 0.1, 2]]}
-                    ),
-                ]
-            )
-            assert log.path.stat().st_size <= 10_000
-    history = read_history(tmp_path)
-    assert not history.damage and "experts" in history.by_the_clock
-    assert history.iterations[-1] == 499 and 3 < len(history.iterations) < 30
-    assert history.iterations == list(range(history.iterations[0], 500))
-    assert not list(tmp_path.glob(".*.part"))
+
+    def write(log: EventLog, first: int, last: int) -> None:
+        for iteration in range(first, last):
+            keep = event(iteration, "experts", "layer", imbalance_before=1, action="keep")
+            lines = [*observe(IterationRecord(iteration, 4.0, [rank_record(0)])), keep]
+            lines += [event(iteration, "layers", "stage", imbalance_before=1, action="move")] * (iteration % 5000 == 3)
+            lines += [event(iteration, "experts", "step", imbalance_before=1, **kept)] * (iteration % 1000 == 7)
+            log.write(lines)
+
+    with EventLog(tmp_path, dense=40_000) as log:
+        write(log, 1, 20_000)
+        assert log.path.stat().st_size < 12 * 40_000
+    with EventLog(tmp_path, dense=40_000) as log:
+        write(log, 20_000, 20_300)
+    lines = [json.loads(line) for line in log.path.read_text().splitlines()]
+    seen = [line["iteration"] for line in lines if line["action"] == "observe" and line["balancer"] == "layers"]
+    assert {*range(1, 52), *range(15_004, 15_054), *range(20_000, 20_051)} <= {*seen}
+    assert len(seen) < 1_000 and [line["iteration"] for line in lines] == sorted(line["iteration"] for line in lines)
+    assert sum(line["action"] == "trial" for line in lines) == 21
+    assert not (history := read_history(tmp_path)).damage and history.iterations == seen
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full on this system")

@@ -183,6 +183,13 @@ def test_what_trials_have_switched_off_is_not_called_on(history):
     summary.estimates[:] = [replace(each, saved=0.5) for each in summary.estimates]
     said = "beside layers and sequences, which are on, and experts, which have been on, and did not pay."
     assert said in answers(summary)[-1].text
+    summary.gains[:], summary.actions = [], {}  # long ago, in iterations that were not written
+    assert "--balance-experts" not in answers(summary)[-1].text
+    again = copy.deepcopy(history)
+    for iteration in range(5, 15):  # a job that goes on from before the decision
+        for line in [*observe(BEFORE.record(iteration)), replicate(iteration, 3)]:
+            again.keep(json.loads(json.dumps(line)))
+    assert "switched off" not in answers(summarize(again))[0].text
     _tell_trials(history, "experts", [1.2] * 10, 1.2)
     assert "switched off" not in answers(summarize(history))[0].text
 
