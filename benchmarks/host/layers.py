@@ -6,6 +6,7 @@ and additions are timed under it, too. The split of tokens is one launch, as on 
 each pass of an MoE layer, where in training it has many layers and micro-batches.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -66,7 +67,8 @@ def _row(case: str, measured: Measured, ratio: float | None, goal: float | None)
 
 def experts(quick: bool) -> list[dict[str, Any]]:
     """An MoE layer of Megatron-LM at several expert-parallel sizes, also with as many more experts as there are slots,
-    and balanced with none, one and both slots full."""
+    and balanced with none, one and both slots full; experts one by one, and grouped by PyTorch's product, which a GPU
+    has where it is the faster one."""
     rows = []
     for ranks in (4, 8) if quick else (4, 8, 64):
         with expert_ranks(ranks):
@@ -74,9 +76,10 @@ def experts(quick: bool) -> list[dict[str, Any]]:
             rows.append(_row(f"EP {ranks}, Megatron-LM's", own, None, None))
             more = measure(*moe_layer(ranks, None, _SIZES._replace(experts=_SIZES.experts + REPLICAS)))
             rows.append(_row(f"EP {ranks}, with slots as experts", more, more.seconds / own.seconds, None))
-            for full in range(REPLICAS + 1):
-                measured = measure(*moe_layer(ranks, full))
+            for full, gemm in itertools.product(range(REPLICAS + 1), ("megatron", "torch")):
+                measured = measure(*moe_layer(ranks, full, gemm=gemm))
                 case = f"EP {ranks}, {full} of {REPLICAS} slots full" if full else f"EP {ranks}, no replicas"
+                case += ", grouped" * (gemm == "torch")
                 rows.append(_row(case, measured, measured.seconds / own.seconds, _WITH if full else _WITHOUT))
     return rows
 
