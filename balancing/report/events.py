@@ -139,10 +139,6 @@ STANDARD_KEYS = (
     "reason",
 )
 
-# A log of weeks: for each _DENSE bytes that it has, half as many iterations are written, _IN_A_ROW at a time; after a
-# start and after layers have moved, all of the next _WHOLE.
-_DENSE, _IN_A_ROW, _WHOLE = 64 << 20, 10, 50
-_EACH_ITERATION = frozenset(("observe", "spread", "replicate", MEASURED))  # actions; also "keep" of experts
 _PHASE = {"forward": 0, "backward": 1, "recompute": 2}
 
 logger = logging.getLogger(__name__)
@@ -186,15 +182,11 @@ class EventLog:
     Each `write` reaches the operating system before it returns. If writing fails, for example on a full disk, one
     warning is logged, the log stays closed, and training goes on.
 
-    dense: bytes for each of which half as many iterations are written: of those left out, lines that come in each
-        iteration.
-
     Raises ValueError if DIR cannot be written to at the start.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], dense: int = _DENSE) -> None:
-        self.path, self._dense = Path(directory) / "events.jsonl", dense
-        self._whole: int | None = None  # the iteration up to which all are written
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self.path = Path(directory) / "events.jsonl"
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             check_output(self.path)
@@ -211,15 +203,9 @@ class EventLog:
         """Append `events`, usually those of one iteration. Numpy arrays and numbers become lists and numbers."""
         if self._file is None:
             return
-        lines, sparse = [], 2 ** (os.fstat(self._file).st_size // self._dense)
+        lines = []
         for line in events:
             assert all(key in line for key in STANDARD_KEYS), f"event without a standard key: {line}"
-            iteration, balancer, action = (line[name] for name in ("iteration", "balancer", "action"))
-            if self._whole is None or (balancer == "layers" and action not in ("observe", "keep")):
-                self._whole = iteration + _WHOLE
-            often = action in _EACH_ITERATION or (balancer, action) == ("experts", "keep")
-            if often and iteration > self._whole and iteration // _IN_A_ROW % sparse:
-                continue
             lines.append(json.dumps(line, default=_plain, separators=(",", ":")))
         if lines:
             self._append(("\n".join(lines) + "\n").encode())

@@ -120,6 +120,7 @@ def basis(summary: Summary) -> str:
     left_out = [f"first {summary.skipped} left out as warm-up"] if summary.skipped else []
     until = "last move or capture" if summary.graphs else "last move"
     left_out += [f"{summary.other_layout} up to the {until} left out"] if summary.other_layout else []
+    left_out += [f"{byte_count(summary.left_out)} of the log between them not read"] if summary.left_out else []
     training = summary.actions.get("training")
     empty = training.counts.get("no loss", 0) if training else 0
     left_out += [f"no token counted for the loss in {empty} step{'s' * (empty > 1)}"] if empty else []

@@ -8,6 +8,7 @@ actions are accepted.
 import contextlib
 import math
 import os
+import re
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -37,6 +38,9 @@ __all__ = [
 MOST_LINE_BYTES = 64 << 20
 MOST_MICRO_BATCHES = 100_000  # of a rank in a step
 MOST_MEASURED = 1024  # lines of action "measured" that are read, the last ones
+# Of lines that come in each iteration only the first and the last bytes are read: a log of weeks has gigabytes.
+FIRST_BYTES, LAST_BYTES = 8 << 20, 256 << 20
+_OFTEN = re.compile(rb'\{[^[{]*"action":"(?:observe|spread|replicate|keep|measured)"')
 _BLOCK = 16 << 20  # bytes that are read at once
 _MOST_COUNT = 2**53  # tokens, bytes, attention area, iterations
 _MOST_NUMBER = 1e9  # seconds, and other numbers that are not counts
@@ -125,6 +129,7 @@ class History:
     row_seconds  seconds of a row in a rank's experts, forward, by line
     timelines    the iterations of the trace, oldest first
     no_timeline  why there is no timeline; "" if there is one
+    left_out     bytes of lines between the first and the last iterations that were not read
     damage       lines that could not be used
     """
 
@@ -136,13 +141,14 @@ class History:
     experts: dict[int, dict[int, dict[str, Any]]] = field(default_factory=dict)
     actions: list[dict[str, Any]] = field(default_factory=list)
     by_the_clock: dict[str, ClockGain] = field(default_factory=dict)
-    # Balancer that a trial left off -> iterations since: all, and those in which it was on.
-    _since_off: dict[str, tuple[set[int], set[int]]] = field(default_factory=dict)
+    # Balancer that a trial left off -> iterations since: the last ones, and those in which it was on.
+    _since_off: dict[str, tuple[deque[int], set[int]]] = field(default_factory=dict)
     times: dict[tuple[str, str], list[float]] = field(default_factory=dict)
     row_seconds: list[float] = field(default_factory=list)
     pairs: dict[str, list[Pair]] = field(default_factory=dict)
     timelines: list[TraceIteration] = field(default_factory=list)
     no_timeline: str = ""
+    left_out: int = 0
     damage: Damage = field(init=False)
 
     def __post_init__(self) -> None:
@@ -150,9 +156,9 @@ class History:
 
     @property
     def switched_off(self) -> set[str]:
-        """Balancers that were off after the last trial of them, and in most iterations since: a job may go on without
-        trials, or from before the decision."""
-        return {name for name, (seen, on) in self._since_off.items() if len(on) <= max(len(seen) // 2, 5)}
+        """Balancers that were off after the last trial of them, and in most of the last iterations: a job may go on
+        without trials, or from before the decision."""
+        return {name for name, (seen, on) in self._since_off.items() if len(on & {*seen}) <= max(len(seen) // 2, 5)}
 
     @property
     def iterations(self) -> list[int]:
@@ -196,7 +202,7 @@ class History:
             self.by_the_clock[name] = ClockGain(ratio, low, high, _number(line, "pairs"))
             self._since_off.pop(name, None)
             if not line.get("on", True):
-                self._since_off[name] = (set(), set())
+                self._since_off[name] = (deque(maxlen=20), set())
             return
         if line["action"] == MEASURED:  # for planners, `measured_lines` reads them
             self._keep_measured(line)
@@ -214,7 +220,8 @@ class History:
                 self._since_off[line["balancer"]][1].add(iteration)
             return
         for seen, _ in self._since_off.values():
-            seen.add(iteration)
+            if iteration not in seen:
+                seen.append(iteration)
         for group in _GROUPS.get(key, ()):
             if line.get("graphs") == IN_GRAPH:
                 group = tuple(name for name in group if name != "busy_s")
@@ -350,7 +357,7 @@ def measured_lines(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def read_history(directory: str | os.PathLike[str]) -> History:
-    """Read DIR/events.jsonl, and DIR/trace.json if it exists.
+    """Read DIR/events.jsonl, and DIR/trace.json if it exists. Of a long log, iterations in the middle are left out.
 
     Raises ValueError, in one line, if there is no directory, no event log, or no usable line in the log.
     """
@@ -365,8 +372,12 @@ def read_history(directory: str | os.PathLike[str]) -> History:
     history = History(directory)
     number_of: dict[int, int] = {}  # iteration -> line number of its layers
     try:
+        at, last = 0, path.stat().st_size - LAST_BYTES
         for number, text in _lines(path):
-            line: Any = None
+            at, line = at + len(text), None
+            if FIRST_BYTES < at < last and _OFTEN.match(text):
+                history.left_out += len(text)
+                continue
             try:
                 if len(text) > MOST_LINE_BYTES:
                     raise ValueError(f"it has more than {MOST_LINE_BYTES:,} bytes")

@@ -170,6 +170,7 @@ class Summary:
     timed           those that times of stages, ranks and layers are of; the same without graphs of whole iterations
     graphs          which CUDA graphs ran the counted iterations, as `RankRecord.graphs`
     graph_seconds   of a step whose passes one CUDA graph ran; `step_seconds` is of the timed iterations
+    left_out        bytes of the log, in its middle, of iterations that were not read
     skipped, other_layout    number of iterations left out as warm-up, and before or right after layers moved
     share_experts   layer -> [expert], tokens over the mean, over the counted iterations
     share_expert_ranks    layer -> [expert-parallel rank], tokens over the mean, as they were
@@ -194,6 +195,7 @@ class Summary:
     other_layout: int
     damage: Damage
     timed: list[int] = field(default_factory=list)
+    left_out: int = 0
     graphs: str = ""
     graph_seconds: float | None = None
     step_seconds: float | None = None
@@ -265,6 +267,7 @@ def summarize(history: History) -> Summary:
     if (attention := ordered_attention(history, counted)) is not None:
         summary.attention_before, summary.attention_after = attention
     _compare(summary)
+    summary.left_out = history.left_out
     summary.by_the_clock, summary.switched_off = history.by_the_clock, history.switched_off
     if "sequences" in history.by_the_clock and summary.dealt is not None:
         summary.forecast["sequences"] = summary.dealt[0] / summary.dealt[1]

@@ -18,7 +18,6 @@ from balancing.report import (
     event,
     imbalance,
     observe,
-    read_history,
     read_trace,
     scalars,
     write_trace,
@@ -179,31 +178,6 @@ def test_a_line_cut_short_by_a_crash_does_not_swallow_the_next(tmp_path):
     first, *others = (tmp_path / "events.jsonl").read_text().splitlines()
     assert first == '{"iteration": 1, "bal' and len(others) == 4
     assert all(json.loads(text)["iteration"] == 7 for text in others)
-
-
-def test_a_long_log_grows_ever_slower(tmp_path):
-    """It begins with whole iterations, goes on with them after a start and a move of layers, and loses no decision."""
-    kept = {"action": "trial", "gain": 1.0, "gain_low": 0.5, "gain_high": None, "pairs": 1}
-
-    def write(log: EventLog, first: int, last: int) -> None:
-        for iteration in range(first, last):
-            keep = event(iteration, "experts", "layer", imbalance_before=1, action="keep")
-            lines = [*observe(IterationRecord(iteration, 4.0, [rank_record(0)])), keep]
-            lines += [event(iteration, "layers", "stage", imbalance_before=1, action="move")] * (iteration % 5000 == 3)
-            lines += [event(iteration, "experts", "step", imbalance_before=1, **kept)] * (iteration % 1000 == 7)
-            log.write(lines)
-
-    with EventLog(tmp_path, dense=40_000) as log:
-        write(log, 1, 20_000)
-        assert log.path.stat().st_size < 12 * 40_000
-    with EventLog(tmp_path, dense=40_000) as log:
-        write(log, 20_000, 20_300)
-    lines = [json.loads(line) for line in log.path.read_text().splitlines()]
-    seen = [line["iteration"] for line in lines if line["action"] == "observe" and line["balancer"] == "layers"]
-    assert {*range(1, 52), *range(15_004, 15_054), *range(20_000, 20_051)} <= {*seen}
-    assert len(seen) < 1_000 and [line["iteration"] for line in lines] == sorted(line["iteration"] for line in lines)
-    assert sum(line["action"] == "trial" for line in lines) == 21
-    assert not (history := read_history(tmp_path)).damage and history.iterations == seen
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full on this system")

@@ -11,7 +11,7 @@ import pytest
 
 from balancing.report import EventLog, History, TraceLog, event, measured_lines, observe, read_history, summarize
 from balancing.report import history as of_history
-from balancing.report.findings import answers, finding_rows, gain_rows, verdict
+from balancing.report.findings import answers, basis, finding_rows, gain_rows, verdict
 from balancing.report.gains import over_the_run, predicted_of_moves, predicted_of_replicas
 from balancing.report.table import print_summary
 from balancing_tools.report.page import page
@@ -173,6 +173,26 @@ def test_the_gain_of_replicas_is_forecast_from_the_seconds_of_a_row(history):
     )
 
 
+def test_of_a_long_log_the_begin_the_end_and_all_moves_are_read(tmp_path, monkeypatch):
+    with EventLog(tmp_path) as log:
+        for iteration in range(1, 201):
+            record = (BEFORE if iteration < MOVE else AFTER).record(iteration)
+            log.write([*observe(record), replicate(iteration, 3)] + [moved(MOVE)] * (iteration == MOVE))
+    whole = read_history(tmp_path)
+    each = log.path.stat().st_size // 200
+    monkeypatch.setattr(of_history, "FIRST_BYTES", 5 * each)
+    monkeypatch.setattr(of_history, "LAST_BYTES", 20 * each)
+    history = read_history(tmp_path)
+    assert not history.damage and 174 * each < history.left_out < 176 * each
+    assert len(history.iterations) <= 27 and {*range(1, 5), *range(182, 201)} <= {*history.iterations}
+    assert len(history.actions) == len(history.iterations) + 1 and 190 in history.stages
+    summary = summarize(history)
+    assert " of the log between them not read" in basis(summary) and "not read" not in basis(summarize(whole))
+    layers = [[gain for gain in each.gains if gain.balancer == "layers"] for each in (summary, summarize(whole))]
+    assert layers[0] == layers[1] and layers[0][0].before > layers[0][0].after
+    assert summary.counted[0] > MOVE and summary.move is not None
+
+
 def test_what_trials_have_switched_off_is_not_called_on(history):
     history = copy.deepcopy(history)
     _tell_trials(history, "experts", [0.97] * 10, 0.97)
@@ -186,9 +206,9 @@ def test_what_trials_have_switched_off_is_not_called_on(history):
     summary.gains[:], summary.actions = [], {}  # long ago, in iterations that were not written
     assert "--balance-experts" not in answers(summary)[-1].text
     again = copy.deepcopy(history)
-    for iteration in range(5, 15):  # a job that goes on from before the decision
-        for line in [*observe(BEFORE.record(iteration)), replicate(iteration, 3)]:
-            again.keep(json.loads(json.dumps(line)))
+    for iteration in range(30, 330):  # and a job that goes on without trials
+        for line in [*observe(BEFORE.record(iteration)), *[replicate(iteration, 3)] * (iteration >= 300)]:
+            again.keep(json.loads(json.dumps(line, default=np.ndarray.tolist)))
     assert "switched off" not in answers(summarize(again))[0].text
     _tell_trials(history, "experts", [1.2] * 10, 1.2)
     assert "switched off" not in answers(summarize(history))[0].text

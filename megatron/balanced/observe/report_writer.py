@@ -83,9 +83,9 @@ class ReportWriter:
             log.write(events)
             measured += [line for line in events if line["action"] == MEASURED]
             trace.add(record)
-            newest |= (values := scalars(events))
-            for name, value in values.items() if tensorboard is not None else ():
-                tensorboard.add_scalar(name, value, iteration + 1)
+            newest |= scalars(events)
+        for name, value in newest.items() if tensorboard is not None else ():  # seven a layer: each step costs too much
+            tensorboard.add_scalar(name, value, iterations[-1] + 1)
         # W&B drops what is of an earlier step than the trainer's last. The trainer ends its run before the last write.
         if newest and wandb is not None and wandb.run is not None:
             wandb.log(newest, iterations[-1] + 1)
