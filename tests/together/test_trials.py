@@ -223,6 +223,8 @@ def test_an_interval_needs_seven_pairs_and_holds_as_often_as_it_says():
     assert ten is not None and ten.low > 2 and ten.high < 9, "not narrower than that of the sign test"
     slow = median_gain([1.0, 1.1, 1.1, 1.2, 1.2, 1.2, 1.3, 1.3, 1.4, 100.0])
     assert slow is not None and (slow.low, slow.high) == (pytest.approx(1.1), pytest.approx(1.4)), "moved far"
+    many = median_gain([9.0] * 1000 + [1.1, 1.2, 1.3] * 100)
+    assert many is not None and (many.low, many.high, many.pairs) == (*[pytest.approx(1.2)] * 2, 300)
     random = np.random.default_rng(0)
     found = [median_gain(np.exp(np.clip(random.standard_cauchy(9), -99, 99))) for _ in range(2000)]
     missed = sum(not gain.low <= 1 <= gain.high for gain in found)
