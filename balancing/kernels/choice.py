@@ -222,7 +222,9 @@ class KernelsInTurn:
                 try:
                     return call(one.kernel)
                 except Exception as error:  # of whatever kind: the next kernel computes the same
-                    why = one.refused[kind] = in_one_line(error)
+                    why = in_one_line(error)
+                    if not isinstance(error, torch.OutOfMemoryError):  # which may not come again
+                        one.refused[kind] = why
             if (one.title, kind) not in self._warned:
                 self._warned.add((one.title, kind))
                 warnings.warn(f"attention: {one.title} leaves {kind} to the next kernel: {why}", stacklevel=4)

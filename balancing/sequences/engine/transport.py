@@ -16,6 +16,7 @@ With a route, messages between nodes are sent in slices through other ranks, whi
 transfers on the communicator's stream is enough to relay. Elsewhere a thread relays; it sleeps until a slice arrives.
 """
 
+import functools
 import threading
 import time
 from collections import defaultdict
@@ -264,13 +265,13 @@ class Transport:
         self.rank = dist.get_rank(self.process_group)
         self.in_order = dist.get_backend(self.process_group) != "gloo"
         self._ranks = dist.get_process_group_ranks(self.process_group)
-        self._stream: torch.cuda.Stream | None = None
         connect(self.process_group)
 
-    def stream(self, device: torch.device) -> torch.cuda.Stream:
-        """The stream for chains on `device`."""
-        self._stream = self._stream or torch.cuda.Stream(device)
-        return self._stream
+    @staticmethod
+    @functools.cache
+    def stream(device: torch.device) -> torch.cuda.Stream:
+        """The stream for chains on `device`, one for all micro-batches: PyTorch keeps freed memory for each stream."""
+        return torch.cuda.Stream(device)
 
     def prepare(
         self,
