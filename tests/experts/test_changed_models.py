@@ -51,3 +51,18 @@ def test_what_a_replica_would_not_have_is_refused_by_name(pool, name):
     message, classes = told[0]
     assert "; " in message and "\n" not in message
     assert classes == ["MoELayer"] * 3, "the model is not plain any more"
+
+
+def _compiled_twin() -> bool:
+    import torch
+
+    from megatron.balanced.experts.twins import twin_of
+
+    home, rows = torch.nn.Linear(4, 4, bias=False), torch.randn(3, 4)
+    home.compile(backend="eager")
+    twin = twin_of(home, _parameters={"weight": torch.nn.Parameter(2 * home.weight), "bias": None})
+    return torch.equal(twin(rows), 2 * home(rows))
+
+
+def test_a_replica_of_a_compiled_expert_has_its_own_weights(pool):
+    assert pool.run(1, _compiled_twin) == [True]

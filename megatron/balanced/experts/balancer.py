@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import mpu
+from megatron.core.optimizer import OptimizerConfig
 from megatron.core.utils import get_model_config, unwrap_model
 
 from balancing.cluster import Cluster
@@ -70,6 +71,7 @@ class ExpertBalancer(StepCallback):
     cluster: hardware speeds for the cost model. None: placements only balance tokens; transfers have no cost.
     report: called on one rank of each expert-parallel group for each event, with a function that returns the event.
     reserved: bytes of device memory that the loop has not allocated yet, beside the optimizer.
+    optimizer: its config, which tells its memory; None: Adam, whose state is float32 and on the device.
     had_gemm: the name of the products of experts that a resumed run had (`gemm`).
 
     Raises ValueError for a model that cannot be balanced. Raises ReplicaMemoryError on all ranks of the job if the
@@ -87,13 +89,14 @@ class ExpertBalancer(StepCallback):
         cluster: Cluster | None = None,
         report: Callable[[Callable[[], dict[str, Any]]], None] | None = None,
         reserved: float = 0.0,
+        optimizer: OptimizerConfig | None = None,
         had_gemm: str | None = None,
     ) -> None:
         self._job = _with_length(job or Job(), chunks)
         check_model("ExpertBalancer", chunks, config=config, recaptures=self._job.recaptures)
         self._model_config = get_model_config(chunks[0])
         self.config = _fitted(config or ExpertConfig(enabled=True), self._model_config)
-        self.chunks, self._report, self._reserved = list(chunks), report, reserved
+        self.chunks, self._report, self._reserved, self._optimizer = list(chunks), report, reserved, optimizer
         self._iteration = 0
         self._plans: dict[BalancedMoELayer, LayerPlan] = {}  # of the layers on this rank
         self._known: list[torch.Tensor] | None = None  # loads of the next schedule, if `will_route` got them
@@ -291,8 +294,8 @@ class ExpertBalancer(StepCallback):
         # The optimizer is allocated after the slots.
         for ddp in self.chunks:
             for p in ddp.parameters():
-                is_expert = not getattr(p, "allreduce", True)
-                free -= round(p.numel() * state_bytes(ddp, p.dtype, is_expert=is_expert)) if p.requires_grad else 0
+                state = state_bytes(ddp, p.dtype, is_expert=not getattr(p, "allreduce", True), config=self._optimizer)
+                free -= round(p.numel() * state) if p.requires_grad else 0
         free = max(0, free - round(self._reserved))
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, free)

@@ -41,7 +41,8 @@ class QuantizedWeights(WeightFormat):
             name: None if isinstance(value, torch.Tensor) else value for name, value in parameter.get_metadata().items()
         }
         stored |= zip(_SENT[kind.__name__], parts, strict=True)
-        return kind(shape=parameter.shape, dtype=parameter.dtype, device=parameter.device, requires_grad=True, **stored)
+        stored |= {"shape": parameter.shape, "dtype": parameter.dtype, "device": parameter.device}
+        return torch.nn.Parameter(kind(**stored))  # fused operations register it
 
     def received(self, replicas: Parameters) -> None:
         fp8_utils.post_all_gather_processing([weight for weight in replicas if fp8_utils.is_float8tensor(weight)])

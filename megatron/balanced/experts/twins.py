@@ -19,6 +19,7 @@ def twin_of[Module: torch.nn.Module](module: Module, **changes: Any) -> Module:
     """A module that shares the parameters, hooks and submodules of `module`, but for attributes that differ."""
     twin: Module = object.__new__(type(module))
     twin.__dict__.update(module.__dict__, **changes)
+    twin.__dict__.pop("_compiled_call_impl", None)  # which has the parameters of `module`
     return twin
 
 

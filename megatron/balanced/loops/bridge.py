@@ -58,7 +58,9 @@ class Balance:
         minutes = config.dist.distributed_timeout_minutes
         shared = self._shared | {"job": Job(config.model.seq_length, config.train.micro_batch_size, minutes)}
         if self._experts is not None:
-            made.append(ExpertBalancer(model, self._experts, cluster=self._cluster, **shared))
+            made.append(
+                ExpertBalancer(model, self._experts, cluster=self._cluster, optimizer=config.optimizer, **shared)
+            )
         if self._sequences is not None:
             made.append(SequenceBalancer(model, self._sequences, cluster=self._cluster, **shared))
             self._lengths = HostLengths(model)

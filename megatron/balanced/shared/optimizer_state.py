@@ -157,7 +157,7 @@ def state_bytes(
     is_matrix: bool = False,
     config: OptimizerConfig | None = None,
 ) -> float:
-    """Bytes that the optimizer keeps on this rank for each element of a parameter of `ddp`.
+    """Bytes that the optimizer keeps on this rank's device for each element of a parameter of `ddp`.
 
     Adam keeps two moments. Muon keeps one for each matrix except the embedding and the head. If weights have fewer bits
     than float32, there is also a main parameter. A distributed optimizer shards all of these over data-parallel ranks.
@@ -171,6 +171,8 @@ def state_bytes(
         if config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 and config.store_param_remainders and main == 4:
             main -= dtype.itemsize if dtype == torch.bfloat16 else 0
         whole = config.exp_avg_dtype.itemsize + config.exp_avg_sq_dtype.itemsize + main
+    if config is not None and config.optimizer_cpu_offload:
+        whole *= 1 - config.optimizer_offload_fraction
     layer_wise = config is not None and config.use_layer_wise_distributed_optimizer
     if not (ddp.ddp_config.use_distributed_optimizer or layer_wise):
         return whole

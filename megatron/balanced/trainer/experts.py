@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 
 from megatron.core.utils import get_model_config
+from megatron.training.training import get_megatron_optimizer_config
 
 from megatron.balanced.experts.balancer import ExpertBalancer
 from megatron.balanced.experts.captured import CapturedExpertBalancer
@@ -33,6 +34,7 @@ def experts(run: Run, args: argparse.Namespace, config: BalanceConfig, resumed: 
             cluster=run.cluster,
             report=run.report,
             reserved=reserved,
+            optimizer=get_megatron_optimizer_config(args)[0],
             had_gemm=getattr(resumed, _GEMM, None),
         )
         setattr(args, _GEMM, balancer.gemm.recorded)
