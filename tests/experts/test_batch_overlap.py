@@ -33,7 +33,7 @@ CASES = {
     "interleaved": (4, f"{INTERLEAVED} {GRADIENTS}"),
     "top-3, shared expert": (2, "--moe-router-topk 3 --moe-shared-expert-intermediate-size 32"),
     "slots shared": (2, settings("experts", replica_mode="shared")),
-    "one home expert": (2, "--num-experts 2"),
+    "one home expert": (2, "--num-experts 2 --moe-router-topk 1 --moe-router-pre-softmax"),
     "more tokens": (2, "--mtp-num-layers 1 --untie-embeddings-and-output-weights"),
     "ETP 2": (4, "--tensor-model-parallel-size 2 --sequence-parallel --make-vocab-size-divisible-by 64"),
 }

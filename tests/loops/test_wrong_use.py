@@ -83,6 +83,8 @@ def _refusals() -> dict[str, str]:
     refused("one stage", layers)
     by_rank = SimpleNamespace(save="here", ckpt_format="torch")
     refused("checkpoints by rank", lambda: check_configs("LayerBalancer", by_rank))
+    stored = SimpleNamespace(fp8="hybrid", fp8_param=True, first_last_layers_bf16=True, fp8_recipe="mxfp8")
+    refused("8 bits", lambda: check_configs("ExpertBalancer", stored, SimpleNamespace(fp8_param_gather=False)))
     refused("no length", lambda: ExpertBalancer([model]), model.module, max_sequence_length=None)
     refused("off", lambda: ExpertBalancer([model], ExpertConfig(), job=job))
     of_trainer = SequenceConfig(enabled=True, token_capacity=64)
@@ -115,6 +117,7 @@ EXPECTED = {
     "torch's optimizer": "optimizer of class Adam; use get_megatron_optimizer",
     "one stage": "layers cannot move, since there is only one pipeline stage; drop the LayerBalancer",
     "checkpoints by rank": "ckpt_format=torch: it would save layers by the rank that happens to have them; use torch",
+    "8 bits": "ExpertBalancer is incompatible with first_last_layers_bf16=True: it stores experts of some layers in an",
     "no length": "the model does not tell its longest sequence; pass job=Job(seq_length)",
     "off": "ExpertBalancer got ExpertConfig(enabled=False), and balances where it is made; set enabled=True",
     "no effect": "token_capacity 64 of sequences does nothing where the loop places tokens; drop it",

@@ -6,6 +6,7 @@ Of the kernels' numerics nothing is shown: here as there a scale is the largest 
 
 import datetime
 import hashlib
+import os
 from typing import Any
 
 import numpy as np
@@ -122,6 +123,7 @@ def _train_quantized(argv: list[str], capability: tuple[int, int]) -> RankRun:
     from tests.support.transformer_engine.on_cpu import have_capability
 
     have_capability(*capability)
+    os.environ["NVTE_CUTEDSL_FUSED_GROUPED_MLP"] = "1"  # without which Megatron-LM does not try fused operations
     return train_rank(argv, True)
 
 
@@ -169,6 +171,7 @@ REPLICAS = {
     "blockwise, stored": ("blockwise", f"{WIDE} --fp8-param-gather"),
     "tensorwise, stored": ("tensorwise", "--fp8-param-gather"),
     "mxfp8, stored": ("mxfp8", STORED),
+    "mxfp8, stored, fused operations": ("mxfp8", f"{STORED} --use-transformer-engine-op-fuser"),
     "nvfp4": ("nvfp4", "--fp4-param-gather"),
     "mxfp8, stored, slots shared": ("mxfp8", f"{STORED} {settings('experts', replica_mode='shared')}"),
 }
@@ -267,6 +270,7 @@ MOVES = {
     "tensorwise parameters, DP 2": ("tensorwise", 4, f"{OVERLAPS} {PARAMETERS}"),
     "delayed parameters": ("delayed", 2, f"{SHARDED} {PARAMETERS}"),
     "delayed parameters, DP 2": ("delayed", 4, f"{OVERLAPS} {PARAMETERS}"),
+    "mxfp8 parameters, hybrid": ("mxfp8", 2, f"{OVERLAPS} {REUSED} --hybrid-layer-pattern *-*-*-*-"),
     "mxfp8 parameters, precision-aware": ("mxfp8", 2, f"{SHARDED} {REUSED} {AWARE}"),
     "mxfp8 parameters, precision-aware, DP 2, both overlaps": ("mxfp8", 4, f"{OVERLAPS} {REUSED} {AWARE}"),
 }
@@ -280,12 +284,15 @@ def _moving_quantized(argv: list[str], plans: Plans) -> Any:
     return moving_rank(argv, plans)
 
 
-@pytest.mark.parametrize("case", sampled(MOVES, "mxfp8 parameters, precision-aware, DP 2, both overlaps"))
+@pytest.mark.parametrize(
+    "case", sampled(MOVES, "mxfp8 parameters, precision-aware, DP 2, both overlaps", "mxfp8 parameters, hybrid")
+)
 def test_layers_in_8_bits_move_and_no_number_changes(model_of, case):
     recipe, ranks, flags = MOVES[case]
     model = model_of(f"--hidden-size {128 if recipe == 'blockwise' else 64}")
     argv = model.argv(f"{flags} --bf16 {_format(recipe, 'hybrid')}")
-    moved, state = train_moving(model.pool, ranks, "", THERE_AND_BACK, base=argv, body=_moving_quantized)
+    plans: Plans = {1: ((2,), (6,)), 3: ((6,), (2,))} if "hybrid" in case else THERE_AND_BACK
+    moved, state = train_moving(model.pool, ranks, "", plans, base=argv, body=_moving_quantized)
     stayed, expected = train_moving(model.pool, ranks, "", {}, base=argv, body=_moving_quantized)
     _assert_same_run(moved, stayed)
     _assert_same_tensors(state, expected)

@@ -127,7 +127,7 @@ class LayerBalancer(StepCallback):
     def advise(self) -> str:
         """The best layout for the measured costs. All ranks call it together. Raises ValueError if no step was measured
         yet. The first steps are not, since they include warm-up."""
-        if not self._planner.has_measurements:
+        if not (self._planner.has_measurements or self._planner.costs.iterations):
             raise ValueError("no layer was measured yet; train some steps first")
         plan, now, then = self._planner.advise(self._micro_batches[-1])
         text = self._source.text(plan)
@@ -160,6 +160,8 @@ class LayerBalancer(StepCallback):
             if measured_step > self._warm and not self._settled:
                 self._planner.add(measured_step, record, self._micro_batches[0])
         if not self._moves:
+            if step % self._config.interval == 0 and self._planner.has_measurements:
+                self._planner.exchange()  # so that what waits for `advise` does not grow
             return
         if self._first is None:
             self._first, self._warm = step, self.run.iteration

@@ -238,6 +238,8 @@ class LayerMover:
         return Moved(sum(sent_bytes), max(move_ms), max(rebuild_ms), max(peaks))
 
     def _agree(self, plan: StagePlan) -> None:
+        if plan.layers != self.plan.layers:
+            raise ValueError(f"the plan has {plan.layers} layers, and the model {self.plan.layers}")
         digest = hashlib.sha256(repr((self.plan.chunks, plan.chunks)).encode()).hexdigest()
         if len(set(self.gather(digest))) > 1:
             raise RuntimeError("ranks made different plans for the same layers")

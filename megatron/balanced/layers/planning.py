@@ -150,7 +150,7 @@ class LayerPlanner:
         """Plan from all measurements and decide, before `iteration`, whether layers move. micro_batches: of a coming
         step."""
         begin, self._micro_batches = time.perf_counter(), micro_batches
-        steps, peaks = self._exchange()
+        steps, peaks = self.exchange()
         cost = self.costs.cost
         profiled = time.perf_counter()
         plan = self._mover.plan
@@ -190,12 +190,12 @@ class LayerPlanner:
         """The best plan for the measured costs, whatever its move would cost; and predicted seconds of a step under the
         current plan and under the best one. All ranks call it together. micro_batches: of a step."""
         self._micro_batches = micro_batches
-        _, peaks = self._exchange()
+        _, peaks = self.exchange()
         cost = self.costs.cost
         best = self._plan(cost, peaks)
         return best, self._step_seconds(cost, self._mover.plan), self._step_seconds(cost, best)
 
-    def _exchange(self) -> tuple[list[tuple[int, float, int]], np.ndarray]:
+    def exchange(self) -> tuple[list[tuple[int, float, int]], np.ndarray]:
         """Add the measurements of all ranks since the last decision to the average.
 
         Returns [(iteration, seconds, micro-batches)], and the peak bytes of a rank of each stage.

@@ -15,6 +15,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megatron.core.utils import get_pg_rank
 
 from balancing.pipeline.pattern import read_pattern
+from megatron.balanced.layers.quantized import forget_initial
 from megatron.balanced.layers.source import LayerSource
 
 __all__ = ["StackOfChunk", "stack_of"]
@@ -79,17 +80,18 @@ class HybridStackOfChunk(StackOfChunk):
 
     def build(self, position: int, number: int) -> torch.nn.Module:
         block = self.block
-        with torch.no_grad():
-            alone = build_module(
-                self._spec,
-                block.config,
-                pre_process=False,
-                post_process=False,
-                layer_type_list=[self._symbols[number]],
-                pp_layer_offset=number,
-                pg_collection=block.pg_collection,
-                name="decoder",
-            )
+        alone = build_module(  # with gradients, or Transformer Engine makes 8-bit weights without columns
+            self._spec,
+            block.config,
+            pre_process=False,
+            post_process=False,
+            layer_type_list=[self._symbols[number]],
+            pp_layer_offset=number,
+            pg_collection=block.pg_collection,
+            name="decoder",
+        )
+        for parameter in alone.parameters():
+            forget_initial(parameter)
         return alone.layers[0]
 
     def holds(self, numbers: Sequence[int]) -> None:
