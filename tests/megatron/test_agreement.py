@@ -43,6 +43,7 @@ DIFFERENT = {
     "learning rate": ({1: "--lr 5e-3"}, "--lr is 0.001 on rank 0 and 0.005 on rank 1"),
     "a balancer": ({0: "--balance-experts"}, "--balance-experts is True on rank 0 and False on rank 1"),
     "balancers": ({0: "--balance all", 1: "--balance experts"}, "--balance is 'all' on rank 0 and 'experts' on rank 1"),
+    "launch": ({1: "ALONE"}, "CUDA_DEVICE_MAX_CONNECTIONS is 1 on rank 0 and not set on rank 1"),
     "seed": ({1: "--seed 4"}, "--seed is 1234 on rank 0 and 4 on rank 1"),
     "slots of a balancer": (
         {0: "--balance-experts", 1: "--balance-experts --expert-replica-slots 1"},

@@ -106,6 +106,16 @@ def test_a_graph_of_iterations_with_replicas_changes_no_number(model_of, case):
     assert_close(join([run for run, _ in results]), alone, 1e-5, 1e-4)
 
 
+def test_a_placement_before_a_skipped_iteration_is_captured_after_it(model_of):
+    model = model_of(MODEL)
+    batch = "--global-batch-size 4 --split 90,10,0 --iterations-to-skip 7"
+    results = model.pool.run(2, _train, model.argv(f"{LAYOUT} {CAPACITY} {BALANCED} {GRAPH} {batch}"))
+    for _, seen in results:
+        assert [replays for _, replays in seen["graphs"]] == [3, 3], seen
+    alone = model.alone(f"--moe-grouped-gemm --train-iters 12 {batch}")
+    assert_close(join([run for run, _ in results]), alone, 1e-5, 1e-4)
+
+
 # With experts, the placement of 1 is captured at 3, and that of 6 would be at 8, before which layers move again.
 INTERLEAVED = "--pipeline-model-parallel-size 2 --num-layers 5 --pipeline-model-parallel-layout Et|tt|t|tL"
 THERE_AND_BACK = {4: ((2, 1), (1, 1)), 8: ((1, 1), (1, 2))}

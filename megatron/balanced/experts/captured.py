@@ -26,6 +26,7 @@ class CapturedExpertBalancer(ExpertBalancer):
         super().__init__(*args, **kwargs)
         self._first = 0  # the first iteration of the run
         self._has_begun = False
+        self._awaits = False  # placements that were planned since the last iteration
         check_kernels(self._layers())
 
     def _planner_config(self) -> ExpertConfig:
@@ -38,7 +39,8 @@ class CapturedExpertBalancer(ExpertBalancer):
         if not self._has_begun:
             self._has_begun, self._first = True, iteration
             graph_of_iterations(self.run.schedule, self.chunks, super()._begin_passes)
-        elif self._is_due(iteration - 1):
+        elif self._awaits:
+            self._awaits = False
             changed = any(layer.placement != self._plans[layer].placed for layer in self._layers())
             anywhere = torch.tensor([changed], dtype=torch.int32, device=torch.cuda.current_device())
             dist.all_reduce(anywhere, op=dist.ReduceOp.MAX)
@@ -56,6 +58,7 @@ class CapturedExpertBalancer(ExpertBalancer):
     def end_schedule(self) -> None:
         super().end_schedule()
         if self._is_due(self._iteration):
+            self._awaits = True
             for chunk in self._chunk_at.values():
                 for layer in chunk.layers:
                     overlap = self._overlap(chunk, layer)

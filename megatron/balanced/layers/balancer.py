@@ -186,8 +186,9 @@ class LayerBalancer(StepCallback):
         before = self.mover.plan
         if choice.plan.chunks == before.chunks:
             ranks = dist.get_world_size()
+            usable = min(self.mover.gather(usable_memory()))  # all ranks choose alike
             if choice.action == "keep" and self._repacker.consider(
-                choice.cost, choice.plan, choice.peaks, self.run.micro_batches, ranks, usable_memory()
+                choice.cost, choice.plan, choice.peaks, self.run.micro_batches, ranks, usable
             ):
                 choice = choice._replace(reason=self._repacker.reason)
             self._report_decision(choice, before, None)

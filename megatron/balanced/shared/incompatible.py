@@ -449,5 +449,6 @@ INCOMPATIBLE: tuple[Incompatible, ...] = (
     Incompatible("wandb_project", ON, (RELEASE,), "the rank that writes it leaves", "use --tensorboard-dir"),
     Incompatible("log_straggler", ON, (RELEASE,), "it counts ranks that have left", "use --balance-report"),
     Incompatible("enable_ft_package", ON, (RELEASE,), _LEAVE),
-    Incompatible("inprocess_restart", ON, (RELEASE,), _LEAVE),
+    Incompatible("inprocess_restart", ON, (*_BALANCERS, RELEASE), "balanced training does not restart in its process",
+                 "use torchrun --max-restarts", where=TRAINER),
 )  # fmt: skip

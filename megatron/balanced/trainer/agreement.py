@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -20,12 +21,13 @@ import torch
 import torch.distributed as dist
 
 import balancing
+from balancing.launch import detect_launch
 from megatron.balanced.trainer.config import BalanceConfig, cluster_from_flags
 from megatron.balanced.trainer.rendezvous import has_store, open_store, rank, wait_for, world_size
 from megatron.balanced.trainer.watchdog.failure import OthersFailed, failed_elsewhere
 from megatron.balanced.trainer.watchdog.stall import name_ranks
 
-__all__ = ["check_agreement"]
+__all__ = ["check_agreement", "check_record"]
 
 _START_SECONDS = 600.0  # for all ranks to reach the comparison
 _ASKED = 16  # at most so many ranks, each with another digest, post their values
@@ -59,6 +61,17 @@ def check_agreement(args: argparse.Namespace, config: BalanceConfig) -> None:
         raise ValueError(line)
 
 
+def check_record(resumed: argparse.Namespace | None) -> None:
+    """Raise the same ValueError on all ranks unless they have read the same of the run that they resume: on a network
+    file system a host may see an older checkpoint. resumed: its arguments."""
+    if not has_store():
+        return
+    known = {} if resumed is None else vars(resumed)
+    record = {name: known[name] for name in sorted(known) if name.startswith(("balance", "iteration"))}
+    if (line := _compare({"the record in the checkpoint of --load": repr(record)}, set())) is not None:
+        raise ValueError(line)
+
+
 def _values(args: argparse.Namespace, config: BalanceConfig) -> dict[str, str]:
     """The values that must be the same on all ranks: name as the user knows it -> value as text."""
     values = dict(vars(args))
@@ -79,7 +92,9 @@ def _values(args: argparse.Namespace, config: BalanceConfig) -> dict[str, str]:
         "the version of megatron-core": sys.modules["megatron.core"].__version__,
         "the content of --cluster": repr(cluster_from_flags(config, args.world_size)),
         "the size of the corpus": _corpus(args),
-    }
+        **({"CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "not set"),
+            "the number of ranks of its node": str(detect_launch().ranks_per_node)} if config.balances else {}),
+    }  # fmt: skip
 
 
 def _source() -> str:

@@ -28,9 +28,10 @@ def sequences(
 
     resumed: arguments in the checkpoint; None without one.
     """
+    ramped = args.rampup_batch_size or args.step_batch_size_schedule or args.decrease_batch_size_if_needed
     batches = Batches(
         step_samples=args.global_batch_size,
-        numbered=args.dataloader_type == "single" and not args.rampup_batch_size,
+        numbered=args.dataloader_type == "single" and not ramped,
         group=args.microbatch_group_size_per_vp_stage,
         conversations=bool(args.sft),
         masks_documents=bool(args.dataloader_inter_document_masking),

@@ -31,6 +31,7 @@ from megatron.balanced.shared.captured_schedule import captures_iterations
 from megatron.balanced.shared.job import Job
 from megatron.balanced.shared.process_groups import SocketLimitError
 from megatron.balanced.trainer import patches
+from megatron.balanced.trainer.agreement import check_record
 from megatron.balanced.trainer.checks.checkpoints import arguments_of_checkpoint, nothing_to_load
 from megatron.balanced.trainer.config import AUTO, BalanceConfig, cluster_from_flags, rates_line
 from megatron.balanced.trainer.data import forward_step, is_packed, train_valid_test_datasets
@@ -123,6 +124,8 @@ def _add_features(
         for callback in run.callbacks:
             callback.report = observer.note
     resumed = arguments_of_checkpoint(args) if config.balances else None
+    if config.balances:
+        check_record(resumed)
     run.trained = lambda: Trained(args.iteration, args.consumed_train_samples)
     run.first[:0] = [*([] if observer is None else [observer]), *trials(run, args, config, resumed)]
 

@@ -100,11 +100,18 @@ def arguments_of_checkpoint(args: argparse.Namespace) -> argparse.Namespace | No
 
     args: after `check_load`.
     """
-    if not args.load or "://" in args.load or args.finetune or not (Path(args.load) / _TRACKER).is_file():
+    if not args.load or "://" in args.load or args.finetune:
+        return None
+    folders = [Path(args.load)]
+    if args.non_persistent_ckpt_type == "global":  # which Megatron-LM loads if it is newer
+        folders.append(Path(args.non_persistent_global_ckpt_dir or folders[0] / "non_persistent"))
+    if not (folders := [folder for folder in folders if (folder / _TRACKER).is_file()]):
         return None
     from megatron.core.dist_checkpointing import check_is_distributed_checkpoint, load_common_state_dict
 
-    checkpoint = str(_place(Path(args.load), _iteration(args, Path(args.load))))
+    iterations = [_iteration(args, folder) for folder in folders]
+    newest = max(range(len(folders)), key=lambda at: int(iterations[at]) if iterations[at].isdecimal() else 0)
+    checkpoint = str(_place(folders[newest], iterations[newest]))
     if not check_is_distributed_checkpoint(checkpoint):  # the old format, which holds the weights in the same file
         return None
     found: argparse.Namespace | None = load_common_state_dict(checkpoint).get("args")
