@@ -5,11 +5,16 @@ import argparse
 import pytest
 
 from megatron.balanced.trainer.sequence_rules import why_of_one_size
+from tests.experts.test_fusion import _train_fused
 from tests.support.sampled import sampled
 from tests.support.training import join
 from tests.support.transformer_engine.model import EXPERTS, assert_close
 from tests.transformer_engine import test_captured_iterations
 
+MULTI_LATENT = (
+    "--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8 "
+    "--v-head-dim 8 --qk-layernorm --rotary-scaling-factor 4 --normalization RMSNorm --disable-bias-linear"
+)
 CP2 = "--context-parallel-size 2 --balance-sequences --attention-backend auto"
 PACKED = "--dataloader-inter-document-masking --eod-mask-loss --calculate-per-token-loss"
 
@@ -29,8 +34,7 @@ CASES = {
         f"{CP2} --tensor-model-parallel-size 2 --sequence-parallel",
     ),
     "CP 2, TP 2, multi-latent attention": (
-        "--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8 "
-        "--v-head-dim 8 --qk-layernorm --rotary-scaling-factor 4 --normalization RMSNorm --disable-bias-linear",
+        MULTI_LATENT,
         4,
         f"{CP2} --tensor-model-parallel-size 2 --sequence-parallel",
     ),
@@ -44,6 +48,13 @@ def test_spread_documents_equal_one_rank(model_of, case):
     model, ranks, flags = CASES[case]
     model = model_of(model)
     assert_close(model.train(ranks, f"{PACKED} {flags}"), model.alone(PACKED), 1e-5, 1e-4)
+
+
+def test_received_latents_count_in_the_first_micro_batch(model_of):
+    """Where weight gradients are added to buffers by products, which overwrite in the first micro-batch."""
+    model, flags = model_of(MULTI_LATENT), f"{PACKED} --train-iters 2"
+    fused = model.pool.run(2, _train_fused, model.argv(f"{flags} {CP2}"))
+    assert_close(join([run for run, *_ in fused]), model.alone(flags), 1e-5, 1e-4)
 
 
 LAYERS = "--cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router moe_preprocess"

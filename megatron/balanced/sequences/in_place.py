@@ -28,7 +28,7 @@ from balancing.sequences.plan import PlanCache
 from balancing.sequences.planners.minimal_reshard import Lengths
 from megatron.balanced.sequences.attention import BatchAttention
 from megatron.balanced.sequences.events import MicroBatch
-from megatron.balanced.sequences.latents import Latents, latents_of
+from megatron.balanced.sequences.latents import Latents, adds_to_gradient, latents_of
 from megatron.balanced.sequences.mask import not_causal, why_alone
 from megatron.balanced.sequences.shape import layer_kind
 from megatron.balanced.sequences.tokens import Sharing, Tokens, by_value
@@ -256,8 +256,9 @@ class AttentionInPlace(Tokens):
         self, layer: _Layer, plain: Callable, states: torch.Tensor, other: Any, positions: Any, packed: Any, **rest: Any
     ) -> tuple[torch.Tensor, ...]:
         """Queries, keys and values of multi-latent attention. Keeps the latents for core attention."""
+        if balances := self._active and _Given.of(packed) is not None:
+            adds_to_gradient(layer.attention)
         projected = plain(states, other, positions, packed, **rest)
-        balances = self._active and _Given.of(packed) is not None
         layer.latents = latents_of(layer.attention, projected[4]) if balances else None
         return projected
 

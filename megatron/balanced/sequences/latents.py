@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel.mappings import (
 
 from megatron.balanced.sequences.attention import DocumentRotaryEmbedding, PlannedSequences
 
-__all__ = ["Latents", "latents_of", "with_document_positions"]
+__all__ = ["Latents", "adds_to_gradient", "latents_of", "with_document_positions"]
 
 
 class Latents(NamedTuple):
@@ -59,6 +59,14 @@ def latents_of(attention: Any, compressed: torch.Tensor) -> Latents | None:
     return Latents(compressed, _IntoMainGradient.apply(weight) if fused else weight)
 
 
+def adds_to_gradient(attention: Any) -> None:
+    """Let the projection of keys and values add to `main_grad` in the first micro-batch, too. Called before it runs:
+    Transformer Engine would overwrite what received tokens, whose gradient comes first, have added."""
+    projection = attention.linear_kv_up_proj
+    if getattr(projection, "is_first_microbatch", None) and _is_plain(projection):
+        projection.is_first_microbatch = False
+
+
 def _is_plain(projection: torch.nn.Module) -> bool:
     """Whether a projection is Megatron-LM's, and nothing was added to it."""
     names = {name for name, _ in projection.named_parameters()}
@@ -68,6 +76,7 @@ def _is_plain(projection: torch.nn.Module) -> bool:
         and names <= {"weight", "layer_norm_weight", "layer_norm_bias"}
         and "forward" not in vars(projection)
         and not hooks
+        and getattr(projection, "te_quant_params", None) is None
     )
 
 
@@ -113,6 +122,8 @@ def with_document_positions(attention: type, *, latents: bool) -> type:
             self, hidden_states: torch.Tensor, states: Any, positions: Any, packed_seq_params: Any, **rest: Any
         ) -> tuple[torch.Tensor, ...]:
             """Queries, keys and values. If ranks exchange latents, core attention gets those of the keys and values."""
+            if latents:
+                adds_to_gradient(self)
             tensors = super().get_query_key_value_tensors(hidden_states, states, positions, packed_seq_params, **rest)
             if latents:
                 self.core_attention.in_place_of_kv = latents_of(self, tensors[4])
