@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from balancing.launch import detect_launch
 
-__all__ = ["connect", "start_all_to_all", "start_message"]
+__all__ = ["connect", "runs_nccl", "start_all_to_all", "start_message"]
 
 _starting = threading.Lock()
 _connected: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
@@ -26,6 +26,11 @@ _ALL_TO_ALL = "all_to_all_single" if hasattr(dist.ProcessGroup, "all_to_all_sing
 _options = dist.AllToAllOptions()
 _options.asyncOp = True
 _ALL_PAIRS = 16  # ranks of the largest process group in which all pairs are connected
+
+
+def runs_nccl(process_group: dist.ProcessGroup | None = None) -> bool:
+    """Whether messages of GPUs go over NCCL. A loop may name a backend for each device: "cpu:gloo,cuda:nccl"."""
+    return "nccl" in dist.get_backend(process_group)
 
 
 def connect(process_group: dist.ProcessGroup, peers: Iterable[int] | None = None) -> None:
@@ -42,7 +47,7 @@ def connect(process_group: dist.ProcessGroup, peers: Iterable[int] | None = None
     """
     if process_group in _connected:
         return
-    if dist.get_backend(process_group) == "nccl":
+    if runs_nccl(process_group):
         dist.all_reduce(torch.zeros(1, device="cuda"), group=process_group)
         _connect_pairs(process_group, _peers(process_group, peers))
     _connected.add(process_group)
@@ -72,7 +77,7 @@ def start_message(operation: dist.P2POp) -> dist.Work:
 
     Not for NCCL: for a message outside of a batch, NCCL first builds a communicator of the two ranks, and both wait.
     """
-    assert dist.get_backend(operation.group) != "nccl", "messages over NCCL are started in batches"
+    assert not runs_nccl(operation.group), "messages over NCCL are started in batches"
     start = operation.group.send if operation.op is dist.isend else operation.group.recv
     with _starting:
         work: dist.Work = start([operation.tensor], operation.group_peer, operation.tag)

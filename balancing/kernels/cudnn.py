@@ -85,7 +85,8 @@ class CudnnPacked:
                 f"cuDNN {self.version} gives statistics {list(statistics.shape)} in {statistics.dtype}, not "
                 f"{[*q.shape[:2], 1]} in {accumulation_dtype(q.dtype)}"
             )
-        return out, statistics[..., 0].t().contiguous()
+        # Of one query `t` counts as contiguous, with another stride.
+        return out, statistics[..., 0].t().clone(memory_format=torch.contiguous_format)
 
     def backward(
         self,

@@ -302,6 +302,10 @@ def _uneven(layer: Any) -> None:
     layer.self_attention.linear_proj.requires_grad_(parallel_state.get_data_parallel_rank() == 0)
 
 
+def _fused_later(layer: Any) -> None:
+    layer.self_attention.linear_proj._fused_branches = None  # as TEFusedLoRALinear of Megatron-Bridge
+
+
 NAMED = "decoder.layers.1.self_attention.linear_proj"
 # What was done to layers 1 and 2 of one stage -> what the message says
 REFUSED = {
@@ -312,6 +316,7 @@ REFUSED = {
     _local_class: ("decoder.layers.1.self_attention.linear_qkv cannot move", "class _local_class.<locals>.Local", "; "),
     _own_group: ("decoder.layers.1.self_attention.linear_qkv", "attribute group", "process group"),
     _tied: ("decoder.layers.2.self_attention.linear_proj cannot move", "outside of the layer", "; "),
+    _fused_later: (f"{NAMED} cannot move", "makes modules at its first use (_fused_branches)", "layer_arrived"),
     _uneven: (f"{NAMED}.weight is ((16, 16), 'torch.float64', 'trains') on rank 0", "on all of its ranks alike"),
 }
 

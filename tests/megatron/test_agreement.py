@@ -43,7 +43,10 @@ DIFFERENT = {
     "learning rate": ({1: "--lr 5e-3"}, "--lr is 0.001 on rank 0 and 0.005 on rank 1"),
     "a balancer": ({0: "--balance-experts"}, "--balance-experts is True on rank 0 and False on rank 1"),
     "balancers": ({0: "--balance all", 1: "--balance experts"}, "--balance is 'all' on rank 0 and 'experts' on rank 1"),
-    "launch": ({1: "ALONE"}, "CUDA_DEVICE_MAX_CONNECTIONS is 1 on rank 0 and not set on rank 1"),
+    "launch": (
+        {0: "--balance-experts", 1: "--balance-experts UNSET"},
+        "CUDA_DEVICE_MAX_CONNECTIONS is 1 on rank 0 and not set on rank 1",
+    ),
     "seed": ({1: "--seed 4"}, "--seed is 1234 on rank 0 and 4 on rank 1"),
     "slots of a balancer": (
         {0: "--balance-experts", 1: "--balance-experts --expert-replica-slots 1"},
@@ -62,7 +65,18 @@ DIFFERENT = {
 def _start_each(argv: list[str], cases: list[dict[int, str]], folder: str) -> list[tuple[object, str]]:
     """Run the command on this rank once a case, with flags of its own."""
     rank = int(os.environ["RANK"])
-    return started_anew([[*argv, *own.get(rank, "").replace("FOLDER", folder).split()] for own in cases], run_command)
+    each = [[*argv, *own.get(rank, "").replace("FOLDER", folder).split()] for own in cases]
+    return started_anew(each, _run_unset)
+
+
+def _run_unset(argv: list[str]) -> tuple[object, str]:
+    connections = os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]
+    if "UNSET" in argv:
+        del os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]
+    try:
+        return run_command([flag for flag in argv if flag != "UNSET"])
+    finally:
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = connections
 
 
 def test_flags_that_differ_are_named_with_ranks_and_values(pool, tmp_path):

@@ -41,7 +41,15 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", sampled(CASES, "CP 2, PP 2, EP 2, all three balancers"))
+CASES["CP 2, PP 2, multi-latent attention, keys and values"] = (
+    MULTI_LATENT,
+    4,
+    f"{CP2} --pipeline-model-parallel-size 2 --fill-with-weight-gradients",
+)
+ALWAYS = "CP 2, PP 2, EP 2, all three balancers", "CP 2, PP 2, multi-latent attention, keys and values"
+
+
+@pytest.mark.parametrize("case", sampled(CASES, *ALWAYS))
 def test_spread_documents_equal_one_rank(model_of, case):
     """Of which Transformer Engine's own unfused attention computes the documents. Latents are normed before they
     travel, and gradients of their norm and projection have a part of each rank."""

@@ -263,7 +263,7 @@ class Transport:
         assert group is not None, "torch.distributed is initialized"
         self.process_group: dist.ProcessGroup = group
         self.rank = dist.get_rank(self.process_group)
-        self.in_order = dist.get_backend(self.process_group) != "gloo"
+        self.in_order = not dist.get_backend(self.process_group).endswith("gloo")
         self._ranks = dist.get_process_group_ranks(self.process_group)
         connect(self.process_group)
 

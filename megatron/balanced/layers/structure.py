@@ -16,7 +16,7 @@ import enum
 import functools
 import io
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -52,6 +52,13 @@ _HOOKS = {
     "_load_state_dict_post_hooks": (),
 }
 BY_HAND = "or let a StepCallback that you pass to Balancers set it in `layer_arrived`"
+
+
+# Attributes of adapters of Megatron-Bridge in which they keep modules from their first use on -> whether they do.
+_MADE_LATER: dict[str, Callable[[Any], bool]] = {
+    "_fused_branches": lambda config: True,
+    "_te_grouped_linear_helpers": lambda config: bool(config.fp8),
+}
 
 
 class _Built(NamedTuple):
@@ -125,6 +132,11 @@ class Changes:
                 f"{structure._built[''].kind.__name__}; give LayerBalancer the spec of the model"
             )
         self._match(layer, "")
+        for module in self.path_of if first else ():
+            if (name := next((each for each in _MADE_LATER if hasattr(module, each)), "")) and _MADE_LATER[name](
+                config
+            ):
+                raise self.refusal(module, f"it makes modules at its first use ({name})", "use another adapter")
         self.copied: dict[int, tuple[Any, str]] = {}
         self.index = {id(parameter): number for number, parameter in enumerate(layer.parameters())}
         self.states = {module: self._state_of(module) for module in self.path_of}

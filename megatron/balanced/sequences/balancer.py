@@ -18,6 +18,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 from balancing.cluster import Cluster
 from balancing.kernels.base import accumulation_dtype
 from balancing.kernels.timed import TimedKernel
+from balancing.messages import runs_nccl
 from balancing.report import WARM_UP
 from balancing.sequences.config import SequenceConfig
 from megatron.balanced.sequences.events import MicroBatch, Share, calls_event, step_event
@@ -79,7 +80,7 @@ class SequenceBalancer(StepCallback):
         shape = attention_shape(model, getattr(unwrap_model(self.chunks)[0], "hybrid_layer_pattern", None))
         options = {"timed": report is not None, "had_kernel": had_kernel}
         self._sharing = Sharing.connect(self.config, model, shape, cluster, facts.timeout_minutes, **options)
-        nccl = dist.get_backend(self._sharing.layers) == "nccl"
+        nccl = runs_nccl(self._sharing.layers)
         check_graphs(self.config, model, nccl=nccl, timed=report is not None)
         self.kernel = self._sharing.kernel
         self._record = self._sharing.record

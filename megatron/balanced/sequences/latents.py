@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 
 from megatron.balanced.sequences.attention import DocumentRotaryEmbedding, PlannedSequences
+from megatron.balanced.sequences.shape import latent_shape
 
 __all__ = ["Latents", "adds_to_gradient", "latents_of", "with_document_positions"]
 
@@ -42,12 +43,15 @@ def latents_of(attention: Any, compressed: torch.Tensor) -> Latents | None:
         return None
     norm = getattr(projection, "layer_norm_weight", None)  # Transformer Engine's norm and projection in one module
     if norm is not None:
-        norm = norm + 1 if config.layernorm_zero_centered_gamma else norm
+        bias, stored = getattr(projection, "layer_norm_bias", None), compressed.dtype
+        if config.layernorm_zero_centered_gamma:  # in bf16 a small gamma would vanish beside the 1
+            wide = torch.promote_types(stored, torch.float32)
+            compressed, norm, bias = compressed.to(wide), norm.to(wide) + 1, None if bias is None else bias.to(wide)
         size, eps = compressed.shape[-1:], config.layernorm_epsilon
         if config.normalization == "RMSNorm":
-            compressed = torch.nn.functional.rms_norm(compressed, size, norm, eps)
+            compressed = torch.nn.functional.rms_norm(compressed, size, norm, eps).to(stored)
         else:
-            compressed = torch.nn.functional.layer_norm(compressed, size, norm, projection.layer_norm_bias, eps)
+            compressed = torch.nn.functional.layer_norm(compressed, size, norm, bias, eps).to(stored)
     # Gradients of latents are those of this rank's heads only, so they must be summed over tensor-parallel ranks.
     process_group = mpu.get_tensor_model_parallel_group()
     if config.sequence_parallel:
@@ -107,25 +111,23 @@ class _LatentRotaryEmbedding(DocumentRotaryEmbedding):
         return planned.positions.angles
 
 
-def with_document_positions(attention: type, *, latents: bool) -> type:
-    """A subclass of a class of multi-latent attention. Each layer's rotary embedding uses positions in documents.
-
-    latents: whether ranks exchange latents instead of keys and values.
-    """
+def with_document_positions(attention: type) -> type:
+    """A subclass of a class of multi-latent attention. Each layer's rotary embedding uses positions in documents."""
 
     class InDocuments(attention):  # type: ignore[misc, valid-type]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self.rotary_pos_emb = _LatentRotaryEmbedding(self.rotary_pos_emb)
+            self.sends_latents = latent_shape(self.config) is not None  # by the config that the engine reads, too
 
         def get_query_key_value_tensors(
             self, hidden_states: torch.Tensor, states: Any, positions: Any, packed_seq_params: Any, **rest: Any
         ) -> tuple[torch.Tensor, ...]:
             """Queries, keys and values. If ranks exchange latents, core attention gets those of the keys and values."""
-            if latents:
+            if self.sends_latents:
                 adds_to_gradient(self)
             tensors = super().get_query_key_value_tensors(hidden_states, states, positions, packed_seq_params, **rest)
-            if latents:
+            if self.sends_latents:
                 self.core_attention.in_place_of_kv = latents_of(self, tensors[4])
             return tensors
 

@@ -47,6 +47,7 @@ TRAINER, LOOPS = "pretrain_gpt.py", "other loops"
 
 # Arguments whose flag has another name.
 _OPTIONS = {
+    "expert_gtp_weight_remat_size": "expert_tensor_parallel_num_weight_shards",
     "fp4": "fp4_format",
     "fp8": "fp8_format",
     "gtp_weight_remat_size": "tensor_parallel_num_weight_shards",
@@ -329,6 +330,10 @@ INCOMPATIBLE: tuple[Incompatible, ...] = (
                  "use --transformer-impl transformer_engine"),
     Incompatible("use_transformer_engine_op_fuser", ON, (FILL,),
                  "its fused products compute weight gradients in their backward passes"),
+    Incompatible("use_grouped_gemm_for_shared_expert", ON, (FILL,),
+                 "its fused products compute weight gradients in their backward passes"),
+    Incompatible("experimental_attention_variant", one_of("dsa"), (FILL,),
+                 "it multiplies by weights of modules that are not called, which then lose their gradients"),
     Incompatible("tp_comm_overlap", ON, (FILL,), "its messages overlap the computation of weight gradients"),
     Incompatible("overlap_dispatch_backward_with_experts_wgrad", ON, (FILL,),
                  "both decide when weight gradients are computed"),
@@ -366,6 +371,10 @@ INCOMPATIBLE: tuple[Incompatible, ...] = (
                  "use --use-distributed-optimizer"),
     Incompatible("gtp_weight_remat_size", other_than(1), (LAYERS,),
                  "a move does not support the way it shards weights"),
+    Incompatible("expert_gtp_weight_remat_size", other_than(1), (EXPERTS, LAYERS, FILL),
+                 "ranks hold parts of the weights of experts, and gather them for each product"),
+    Incompatible("dsa_indexer_topk_freq", other_than(1), (LAYERS,),
+                 "a layer uses the choice of keys of an earlier layer, which must stay on its stage", "use 1"),
     Incompatible("overlap_dispatch_backward_with_experts_wgrad", ON, (EXPERTS,),
                  "Megatron-LM reduces gradients of experts before it has computed them, unless --delay-wgrad-compute "
                  "is given",

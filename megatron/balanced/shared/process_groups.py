@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from balancing.cluster import Cluster
 from balancing.launch import detect_launch
-from balancing.messages import connect
+from balancing.messages import connect, runs_nccl
 
 __all__ = [
     "DEFAULT_MACHINE",
@@ -55,7 +55,7 @@ def cluster_of(ranks: list[int], cluster: Cluster | None) -> Cluster:
     if len(ranks) % nodes or ranks != sorted(ranks):
         nodes = 1
     if cluster is None:
-        cluster = default_machine(on_cpus=dist.is_initialized() and "nccl" not in dist.get_backend())
+        cluster = default_machine(on_cpus=dist.is_initialized() and not runs_nccl())
     return cluster.relabel(nodes=nodes, ranks_per_node=len(ranks) // nodes)
 
 

@@ -45,7 +45,6 @@ from megatron.balanced.sequences.latents import with_document_positions
 from megatron.balanced.sequences.mamba import with_whole_documents
 from megatron.balanced.sequences.prediction import LAYERS_OF_TAIL
 from megatron.balanced.sequences.router import PackedRouter, PlannedMoELayer, SampleRouter
-from megatron.balanced.sequences.shape import latent_shape
 from megatron.balanced.shared.tail import layers_with_tail
 from megatron.balanced.trainer.prediction import has_tail, without_repeated
 from megatron.balanced.trainer.sequence_rules import packs_samples_of_losses, routes_by_sample
@@ -149,8 +148,7 @@ def _replacements(
         fitting[MLASelfAttention] = LatentSelfAttention
     if sequences.enabled and args.multi_latent_attention:
         for attention in (MLASelfAttention, FusedMLASelfAttention):
-            latents = latent_shape(args) is not None
-            fitting[attention] = with_document_positions(fitting.get(attention, attention), latents=latents)
+            fitting[attention] = with_document_positions(fitting.get(attention, attention))
     if args.transformer_impl == "local" and args.sequence_parallel:
         fitting[WrappedTorchNorm] = SequenceParallelNorm
     if routes_by_sample(args, sequences) or (sequences.micro_batches and args.moe_router_enable_expert_bias):
