@@ -143,7 +143,7 @@ def _planned(counts: Plans, offloads: bool) -> list[list[int]]:
         planner._config = SimpleNamespace(planner=method)
         planner._schedule = MEGATRON_DEFAULTS
         planner._mover = SimpleNamespace(plan=StagePlan.from_counts(counts), gather=lambda own: [own])
-        plan = planner._plan(LayerSeconds(seconds, 2 * seconds), np.zeros(2))
+        plan = planner._plan(LayerSeconds(seconds, 2 * seconds), np.zeros(2), np.inf)
         found.append([len(chunk) for chunk in plan.order])
     return found
 

@@ -21,7 +21,7 @@ from balancing.layers.repack import check_repack
 from megatron.balanced.layers.events import decision_event, release_event
 from megatron.balanced.layers.move_groups import MoveGroups
 from megatron.balanced.layers.mover import LayerMover, Moved
-from megatron.balanced.layers.planning import Choice, LayerPlanner, usable_memory
+from megatron.balanced.layers.planning import Choice, LayerPlanner
 from megatron.balanced.layers.shrink import Repacker
 from megatron.balanced.layers.source import LayerSource
 from megatron.balanced.layers.training_loop import TrainingLoop
@@ -186,9 +186,8 @@ class LayerBalancer(StepCallback):
         before = self.mover.plan
         if choice.plan.chunks == before.chunks:
             ranks = dist.get_world_size()
-            usable = min(self.mover.gather(usable_memory()))  # all ranks choose alike
             if choice.action == "keep" and self._repacker.consider(
-                choice.cost, choice.plan, choice.peaks, self.run.micro_batches, ranks, usable
+                choice.cost, choice.plan, choice.peaks, self.run.micro_batches, ranks, choice.usable
             ):
                 choice = choice._replace(reason=self._repacker.reason)
             self._report_decision(choice, before, None)

@@ -43,7 +43,7 @@ from megatron.balanced.shared.callbacks import StepCallback
 from megatron.balanced.shared.captured_schedule import captures_iterations
 from megatron.balanced.shared.log import print_once
 
-__all__ = ["Choice", "LayerPlanner", "usable_memory"]
+__all__ = ["Choice", "LayerPlanner"]
 
 # The assumed bandwidth (bytes/s) and fixed seconds of a move until one was measured: slow, so that the first one needs
 # a clear gain.
@@ -60,6 +60,7 @@ class Choice(NamedTuple):
     reason: for the log.
     cost: the averaged cost of layers.
     peaks: float array [stage], peak bytes of a rank of each stage.
+    usable: bytes that a plan may use on each rank; infinite if devices have no memory of their own.
     predicted: seconds of a step under the current plan, and under `plan`.
     profile_ms, plan_ms: host milliseconds to exchange measurements, and to plan.
     """
@@ -69,6 +70,7 @@ class Choice(NamedTuple):
     reason: str
     cost: LayerSeconds
     peaks: np.ndarray
+    usable: float
     predicted: tuple[float, float]
     profile_ms: float
     plan_ms: float
@@ -150,11 +152,11 @@ class LayerPlanner:
         """Plan from all measurements and decide, before `iteration`, whether layers move. micro_batches: of a coming
         step."""
         begin, self._micro_batches = time.perf_counter(), micro_batches
-        steps, peaks = self.exchange()
+        steps, peaks, usable = self.exchange()
         cost = self.costs.cost
         profiled = time.perf_counter()
         plan = self._mover.plan
-        candidate = self._plan(cost, peaks)
+        candidate = self._plan(cost, peaks, usable)
         gate = self._gate
         now, then = self._step_seconds(cost, plan), self._step_seconds(cost, candidate)
         for measured, seconds, measured_for in steps:
@@ -181,6 +183,7 @@ class LayerPlanner:
             decision.reason,
             cost,
             peaks,
+            usable,
             (now, self._step_seconds(cost, decision.plan)),
             profile_ms=(profiled - begin) * 1e3,
             plan_ms=(time.perf_counter() - profiled) * 1e3,
@@ -190,19 +193,20 @@ class LayerPlanner:
         """The best plan for the measured costs, whatever its move would cost; and predicted seconds of a step under the
         current plan and under the best one. All ranks call it together. micro_batches: of a step."""
         self._micro_batches = micro_batches
-        _, peaks = self.exchange()
+        _, peaks, usable = self.exchange()
         cost = self.costs.cost
-        best = self._plan(cost, peaks)
+        best = self._plan(cost, peaks, usable)
         return best, self._step_seconds(cost, self._mover.plan), self._step_seconds(cost, best)
 
-    def exchange(self) -> tuple[list[tuple[int, float, int]], np.ndarray]:
+    def exchange(self) -> tuple[list[tuple[int, float, int]], np.ndarray, float]:
         """Add the measurements of all ranks since the last decision to the average.
 
-        Returns [(iteration, seconds, micro-batches)], and the peak bytes of a rank of each stage.
+        Returns [(iteration, seconds, micro-batches)], the peak bytes of a rank of each stage, and the bytes that a plan
+        may use on each rank.
         """
         place = mpu.get_pipeline_model_parallel_rank(), mpu.get_expert_data_parallel_rank()
         peak, eager = torch.cuda.max_memory_allocated(), median(self._eager_steps or [0.0])
-        every = self._mover.gather((place, self._seconds, self._steps, peak, eager))
+        every = self._mover.gather((place, self._seconds, self._steps, peak, eager, usable_memory()))
         # If micro-batches alternate, spans are of parts of layers, which wait for no other rank.
         tells_waiting = is_cpu() or self._model.overlap_moe_expert_parallel_comm
         measured, experts = [seconds for _, seconds, *_ in every], [group for (_, group), *_ in every]
@@ -214,19 +218,18 @@ class LayerPlanner:
             (iterations[0][0], max(seconds for _, seconds, _ in iterations), iterations[0][2])
             for iterations in zip(*(steps for _, _, steps, *_ in every), strict=True)
         ]
-        if (slowest := max(eager for *_, eager in every)) and steps:
+        if (slowest := max(eager for *_, eager, _ in every)) and steps:
             without = self._model.cuda_graph_warmup_steps + 1  # 1: the iteration that captures
             self._recapture = without * max(0.0, slowest - median(seconds for _, seconds, _ in steps))
         peaks = np.zeros(self._mover.plan.stages)
-        for (stage, _), _, _, peak, _ in every:
+        for (stage, _), _, _, peak, *_ in every:
             peaks[stage] = max(peaks[stage], peak)
         self.forget()
-        return steps, peaks
+        return steps, peaks, min(usable for *_, usable in every)
 
-    def _plan(self, cost: LayerSeconds, peaks: np.ndarray) -> StagePlan:
+    def _plan(self, cost: LayerSeconds, peaks: np.ndarray, limit: float) -> StagePlan:
         plan, micro_batches = self._mover.plan, self._micro_batches
         fewest = min(self._fewest(), *(len(chunk) for chunk in plan.order[: len(plan.order) - plan.behind]))
-        limit = min(self._mover.gather(usable_memory()))
         memory = room = None
         if limit < np.inf:
             model, others = self._mover.resting_bytes(), self._held_by_others()
