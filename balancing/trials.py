@@ -132,9 +132,7 @@ def median_gain(ratios: Sequence[float]) -> ClockGain | None:
     """
     if not len(ratios):
         return None
-    values = np.sort(
-        np.log(np.asarray(ratios[-_MOST:], dtype=float))
-    )  # whose median is that of the inverse ratios, too
+    values = np.sort(np.log(np.asarray(ratios[-_MOST:], dtype=float)))  # their median is that of the inverse, too
     number = len(values)
     means = np.sort((values[:, None] + values)[np.triu_indices(number)] / 2)
     signs = np.array([math.comb(number, positive) for positive in range(number + 1)], dtype=float)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from balancing.cluster.cluster import Cluster
+from balancing.messages import runs_nccl
 
 __all__ = ["gather_values", "measure_links", "message_latency", "pair_bandwidth", "seconds_now", "with_measured_links"]
 
@@ -36,7 +37,7 @@ def measure_links(
     if per_node > 1:
         speeds["intra_node_bandwidth"] = pair_bandwidth(0, 1, device, most_bytes)
     if ranks > per_node:
-        nics = max(1, nics_per_node // per_node) if "nccl" in dist.get_backend() else 1
+        nics = max(1, nics_per_node // per_node) if runs_nccl() else 1
         speeds["nic_bandwidth"] = pair_bandwidth(0, per_node, device, most_bytes) / nics
     if ranks > 1:
         speeds["message_seconds"] = message_latency(0, per_node if ranks > per_node else 1, device)

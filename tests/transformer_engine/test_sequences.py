@@ -38,14 +38,12 @@ CASES = {
         4,
         f"{CP2} --tensor-model-parallel-size 2 --sequence-parallel",
     ),
+    "CP 2, PP 2, multi-latent attention, keys and values": (
+        MULTI_LATENT,
+        4,
+        f"{CP2} --pipeline-model-parallel-size 2 --fill-with-weight-gradients",
+    ),
 }
-
-
-CASES["CP 2, PP 2, multi-latent attention, keys and values"] = (
-    MULTI_LATENT,
-    4,
-    f"{CP2} --pipeline-model-parallel-size 2 --fill-with-weight-gradients",
-)
 ALWAYS = "CP 2, PP 2, EP 2, all three balancers", "CP 2, PP 2, multi-latent attention, keys and values"
 
 

@@ -132,10 +132,9 @@ class Changes:
             )
         self._match(layer, "")
         for module in self.path_of if first else ():
-            if (name := next((each for each in _MADE_LATER if hasattr(module, each)), "")) and _MADE_LATER[name](
-                config
-            ):
-                raise self.refusal(module, f"it makes modules at its first use ({name})", "use another adapter")
+            for name, makes in _MADE_LATER.items():
+                if hasattr(module, name) and makes(config):
+                    raise self.refusal(module, f"it makes modules at its first use ({name})", "use another adapter")
         self.copied: dict[int, tuple[Any, str]] = {}
         self.index = {id(parameter): number for number, parameter in enumerate(layer.parameters())}
         self.states = {module: self._state_of(module) for module in self.path_of}

@@ -138,7 +138,7 @@ def check_configs(kind: str, *configs: Any, recaptures: bool = False) -> None:
     for config in configs:
         known |= {} if config is None else vars(config)
     # How weights are stored. Without a distributed optimizer a loop may leave the flag of data parallelism out.
-    known |= {f"{kind}_param_gather": True for kind in ("fp8", "fp4") if known.get(f"{kind}_param")}
+    known |= {f"{name}_gather": True for name in ("fp8_param", "fp4_param") if known.get(name)}
     known = {
         name: _DTYPES.get(value, value) if isinstance(value, torch.dtype) else value for name, value in known.items()
     }

@@ -123,9 +123,9 @@ def _add_features(
         run.report = observer.note
         for callback in run.callbacks:
             callback.report = observer.note
-    resumed = arguments_of_checkpoint(args) if config.balances else None
+    resumed = None
     if config.balances:
-        check_record(resumed)
+        check_record(resumed := arguments_of_checkpoint(args))
     run.trained = lambda: Trained(args.iteration, args.consumed_train_samples)
     run.first[:0] = [*([] if observer is None else [observer]), *trials(run, args, config, resumed)]
 
