@@ -108,7 +108,7 @@ def _in_a_run() -> list[tuple[float, float, float, float]]:
         within = plan_partition(cost, pipeline, current=current, memory=memory, memory_limit=room)
         refined = plan_pipeline(cost, pipeline, current=current, memory=memory, memory_limit=room)
         assert (stage_memory(refined, memory, 12, schedule) <= room * (1 + 1e-9)).all()
-        plans = (planner._plan(cost, np.zeros(4)), alone, refined, within)
+        plans = (planner._plan(cost, np.zeros(4), np.inf), alone, refined, within)
         found.append(tuple(cost.simulate(plan, 12, schedule=schedule).step_time for plan in plans))
     return found
 
