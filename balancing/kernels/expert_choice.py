@@ -1,8 +1,8 @@
 """The faster way to multiply the experts of a rank, chosen by measurement.
 
 There are two: the products of the model's own modules, one expert after the other (SequentialMLP) or grouped by
-Transformer Engine, and PyTorch's grouped product (`balancing.kernels.expert_products`). Each is compared with float64
-on few rows, some experts having none, forward and backward, with NaN in the memory that results get. Then each
+Transformer Engine, and PyTorch's grouped product (`balancing.kernels.expert_products`). The latter is compared with
+float64 on few rows, some experts having none, forward and backward, with NaN in the memory that results get. Then each
 multiplies the two linear layers of experts of the job's sizes. All ranks take the largest of their times, so they
 choose the same. The own products stay unless the others are clearly faster.
 """
