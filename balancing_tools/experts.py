@@ -24,7 +24,7 @@ from balancing.experts.load_history import total_variation
 from balancing.experts.plan import METHODS, plan_replicas_layers
 from balancing.experts.split.split import traffic
 from balancing.files import check_output
-from balancing.report import Damage, read_history, report_files
+from balancing.report import read_history, report_files
 from balancing_tools.load_trace import LoadTrace, read_load_trace, read_reported_loads, write_load_trace
 
 __all__ = ["main"]
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.cluster is None:
             parser.refuse_unused(options, "without --cluster", "--hidden-size", "--moe-ffn-hidden-size",
                                  "--non-expert-ms")  # fmt: skip
-        trace, inputs, damage = _read(options)
+        trace, inputs, unread = _read(options)
         if options.save is not None:
             check_output(options.save, inputs)
         text = _replayed(trace, options)
@@ -82,19 +82,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console = Console(highlight=False, markup=False, width=100)
         for part in text:
             console.print(part, soft_wrap=isinstance(part, str))
-        if damage:
-            print(f"{damage}.")
+        if unread:
+            print(unread)
 
     return parser.run(work, arguments)
 
 
-def _read(options: argparse.Namespace) -> tuple[LoadTrace, list[Path], Damage | None]:
-    """The loads, the files that are read for them and for the cluster, and the report's damaged lines."""
+def _read(options: argparse.Namespace) -> tuple[LoadTrace, list[Path], str]:
+    """The loads, the files that are read for them and for the cluster, and what of the report was not used."""
     inputs = [Path(options.cluster)] if options.cluster is not None else []
     if options.from_report is not None:
         history = read_history(options.from_report)
-        return read_reported_loads(history), [*inputs, *report_files(options.from_report)], history.damage
-    return read_load_trace(options.trace), [*inputs, options.trace], None
+        return read_reported_loads(history), [*inputs, *report_files(options.from_report)], history.unread
+    return read_load_trace(options.trace), [*inputs, options.trace], ""
 
 
 @dataclass(frozen=True)

@@ -106,8 +106,8 @@ def _show(options: argparse.Namespace, console: Console, repacks: bool) -> None:
     _layout(run, options, memory, console)
     if repacks:
         _repack(run, options, sizes, console)
-    if history.damage:
-        print(f"{history.damage}.")
+    if history.unread:
+        print(history.unread)
 
 
 def _layout(run: RecordedRun, options: argparse.Namespace, memory: LayerMemory | None, console: Console) -> None:

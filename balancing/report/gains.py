@@ -215,8 +215,8 @@ def last_move(history: History, counted: Iterable[int]) -> Move | None:
     """The last move of layers; None if layers never moved. counted: the iterations after the move."""
     if not (moves := _moves(history)):
         return None
-    line = moves[-1]
-    before = [history.stages[i] for i in sorted(history.stages) if i < line["iteration"]][-_WATCHED:]
+    line, since = moves[-1], moves[-2]["iteration"] if len(moves) > 1 else 0
+    before = [history.stages[i] for i in sorted(history.stages) if since <= i < line["iteration"]][-_WATCHED:]
     after = [history.stages[i] for i in counted if i in history.stages and i >= line["iteration"]]
     before = [each for each in before if each["stage"].shape == before[-1]["stage"].shape]
     if not before or not after:

@@ -20,6 +20,7 @@ import numpy as np
 from balancing.files import parse_json
 from balancing.report.events import IN_GRAPH, MEASURED
 from balancing.report.trace import TraceIteration, read_trace
+from balancing.report.units import byte_count
 from balancing.trials import ClockGain, Pair
 
 __all__ = [
@@ -40,7 +41,7 @@ MOST_MICRO_BATCHES = 100_000  # of a rank in a step
 MOST_MEASURED = 1024  # lines of action "measured" that are read, the last ones
 # Of lines that come in each iteration only the first and the last bytes are read: a log of weeks has gigabytes.
 FIRST_BYTES, LAST_BYTES = 8 << 20, 256 << 20
-_OFTEN = re.compile(rb'\{[^[{]*"action":"(?:observe|spread|replicate|keep|measured)"')
+_OFTEN = re.compile(rb'\{[^[{]*"iteration":(\d+),[^[{]*"action":"(?:observe|spread|replicate|keep|measured)"')
 _BLOCK = 16 << 20  # bytes that are read at once
 _MOST_COUNT = 2**53  # tokens, bytes, attention area, iterations
 _MOST_NUMBER = 1e9  # seconds, and other numbers that are not counts
@@ -153,6 +154,12 @@ class History:
 
     def __post_init__(self) -> None:
         self.damage = Damage(self.directory / "events.jsonl")
+
+    @property
+    def unread(self) -> str:
+        """Sentences on what of the log was not used; "" if all was."""
+        middle = [f"{byte_count(self.left_out)} in the middle of events.jsonl were not read"] if self.left_out else []
+        return " ".join(f"{each}." for each in [*middle, *([str(self.damage)] if self.damage else [])])
 
     @property
     def switched_off(self) -> set[str]:
@@ -372,12 +379,15 @@ def read_history(directory: str | os.PathLike[str]) -> History:
     history = History(directory)
     number_of: dict[int, int] = {}  # iteration -> line number of its layers
     try:
-        at, last = 0, path.stat().st_size - LAST_BYTES
+        at, last, kept, skipped = 0, path.stat().st_size - LAST_BYTES, b"", b""
         for number, text in _lines(path):
             at, line = at + len(text), None
-            if FIRST_BYTES < at < last and _OFTEN.match(text):
-                history.left_out += len(text)
-                continue
+            if often := _OFTEN.match(text):  # iterations are read whole or not at all
+                if often[1] != kept and (FIRST_BYTES < at < last or often[1] == skipped):
+                    skipped = often[1]
+                    history.left_out += len(text)
+                    continue
+                kept = often[1]
             try:
                 if len(text) > MOST_LINE_BYTES:
                     raise ValueError(f"it has more than {MOST_LINE_BYTES:,} bytes")

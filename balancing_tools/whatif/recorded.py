@@ -55,8 +55,8 @@ def forecast_recorded(
         f"Measured: {recorded} ranks, {run.step_seconds:.3g} s a step. Balanced sequences are assumed to be perfectly "
         "even."
     ]
-    if history.damage:
-        notes.append(f"{history.damage}.")
+    if history.unread:
+        notes.append(history.unread)
     if summary.gains:
         names = ", ".join(gain.balancer for gain in summary.gains)
         notes.append(f"The run was balanced ({names}). These balancers stay on in every row, also in that of none.")

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 __all__ = ["measure"]
 
-_TIMEOUT = timedelta(seconds=120)
+_TIMEOUT = timedelta(seconds=300)
 
 
 def measure(flows: list[tuple[int, int]], size: int) -> float:

@@ -32,7 +32,7 @@ from benchmarks.replaced import replace_name
 
 __all__ = ["Variant", "routing_map"]
 
-_TIMEOUT = timedelta(seconds=120)
+_TIMEOUT = timedelta(seconds=300)
 
 
 @dataclass(frozen=True)

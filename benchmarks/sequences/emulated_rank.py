@@ -36,7 +36,7 @@ from benchmarks.sequences.emulated_workload import METHODS, SHAPES, Case, Scale,
 
 __all__ = ["Job", "ZeroScores"]
 
-_TIMEOUT = timedelta(seconds=120)
+_TIMEOUT = timedelta(seconds=300)
 _BACKWARD = 2.5  # of attention's compute over its forward
 
 

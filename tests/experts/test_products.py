@@ -116,6 +116,8 @@ def test_modules_that_cannot_have_other_products_say_why(flag):
     experts[1] = MLP.__new__(MLP)
     torch.nn.Module.__init__(experts[1])
     assert not why_own_products(experts)
+    experts[1].te_quant_params = object()
+    assert why_own_products(experts) == "modules have precisions of their own (te_precision_config_file)"
     experts[1].forward = None
     assert why_own_products(experts) == "experts have a module of class MLP"
 

@@ -184,5 +184,29 @@ def _hooked_again(quantized: bool) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("quantized", [False, True])
+def _steps_that_wait(interval: int) -> list[int]:
+    """Measured steps that wait for `advise`, after each of 7."""
+    from types import SimpleNamespace
+
+    from megatron.balanced.layers.balancer import LayerBalancer
+    from megatron.balanced.layers.planning import LayerPlanner
+
+    balancer, planner = object.__new__(LayerBalancer), object.__new__(LayerPlanner)
+    planner._seconds, planner._steps, planner._eager_steps = [], [], []
+    planner.add = lambda step, record, micro_batches: planner._seconds.append(step)
+    balancer._planner, balancer._moves, balancer._config = planner, False, SimpleNamespace(interval=interval)
+    balancer._warm, balancer._settled, balancer._micro_batches, found = 0, False, (1,), []
+    for step in range(1, 8):
+        balancer.observer = SimpleNamespace(measured=(step, None))
+        balancer.between_steps(step)
+        found.append(len(planner._seconds))
+    assert planner._seconds == list(range(8 - interval, 8))
+    return found
+
+
+def test_without_moves_the_steps_of_one_interval_wait_for_advise(pool):
+    assert pool.run(1, _steps_that_wait, 3) == [[1, 2, 3, 3, 3, 3, 3]]
+
+
 def test_hooks_of_moves_do_not_add_up(pool, quantized):
     assert pool.run(1, _hooked_again, quantized) == [(1, 1)]

@@ -31,7 +31,7 @@ def chosen(tmp_path_factory) -> dict[str, Chosen]:
             pytest.skip(why)
     path = tmp_path_factory.mktemp("families") / "chosen.json"
     command = [sys.executable, "-c", READ, str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=2 * PATIENCE, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return {family: Chosen(**fields) for family, fields in json.loads(Path(path).read_text()).items()}
 

@@ -102,11 +102,14 @@ FLAGS = {
         "add --balance-sequences",
     ),
     "logits of a head elsewhere": (
-        "--logits-load-dir logits --pipeline-model-parallel-size 2",
-        "--logits-load-dir logits",
+        "--logits-save-dir logits --pipeline-model-parallel-size 2",
+        "--logits-save-dir logits",
         "--pipeline-model-parallel-size 2",
         "use 1",
     ),
+    "logits that no loss compares": ("--logits-load-dir logits", "--logits-load-dir logits", "distillation; drop it"),
+    "layers that would train": ("--freeze-all-layers", "--freeze-all-layers", "all layers would train; drop it"),
+    "an activation that is another": ("--openai-gelu", "--openai-gelu", "GELU is exact all the same; drop it"),
     "dense layers of no width": ("--hidden-size 16 --swiglu", "--hidden-size 16", "give --ffn-hidden-size"),
     "some dense layers of no width": (
         "--hidden-size 16 --swiglu --num-experts 4 --moe-layer-freq 2",

@@ -4,6 +4,7 @@ import errno
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -114,6 +115,23 @@ def _fails_to_load(argv: list[str]) -> tuple[object, str]:
 
     dist_checkpointing.load = load
     return run_command(argv)
+
+
+@pytest.mark.parametrize(
+    "step, newest", [(None, "non_persistent"), (400, "non_persistent"), (730, "non_persistent"), (731, "")]
+)
+def test_the_record_is_of_the_checkpoint_that_megatron_loads(tmp_path, monkeypatch, step, newest):
+    from megatron.core import dist_checkpointing
+
+    monkeypatch.setattr(dist_checkpointing, "check_is_distributed_checkpoint", lambda checkpoint_path: True)
+    monkeypatch.setattr(dist_checkpointing, "load_common_state_dict", lambda checkpoint_dir: {"args": checkpoint_dir})
+    for folder, iteration in ((tmp_path, 500), (tmp_path / "non_persistent", 730)):
+        folder.mkdir(exist_ok=True)
+        (folder / "latest_checkpointed_iteration.txt").write_text(f"{iteration}")
+    args = SimpleNamespace(load=str(tmp_path), finetune=False, ckpt_step=step, non_persistent_ckpt_type="global",
+                           non_persistent_global_ckpt_dir=None)  # fmt: skip
+    found = Path(checkpoints.arguments_of_checkpoint(args))
+    assert found == tmp_path / newest / f"iter_{730 if newest else step:07d}"
 
 
 def test_megatrons_words_are_passed_on(pool, saved):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.sampled import sampled
-from tests.support.training import EXACT, MODEL, MOE, Run, differences, train
+from tests.support.training import EXACT, MOCK_DATA, MODEL, MOE, Run, differences, train
 
 TOLERANCE = 1e-12  # of losses, relative, and of each parameter tensor, in norm
 
@@ -153,6 +153,13 @@ def test_experts(references, layout, dispatcher):
 def test_experts_together_with_others(references, layout):
     world_size, flags = EXPERTS_ALLTOALL[layout]
     references("experts").check(world_size, f"{flags} --moe-token-dispatcher-type alltoall")
+
+
+def test_validation_has_micro_batches_of_its_own_size(pool):
+    flags = "--skip-train --eval-interval 1 --eval-iters 2 --micro-batch-size 2 --split 50,50,0 --eval-micro-batch-size"
+    base = [*MODEL, *MOCK_DATA, *EXACT, *flags.split()]
+    one, two = (train(pool, 2, TP2, base=[*base, size]).validation for size in "12")
+    assert one and one == pytest.approx(two, rel=1e-6)  # which Megatron-LM sums in float32
 
 
 def test_comparison_sees_a_small_change(references):

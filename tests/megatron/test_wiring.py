@@ -67,6 +67,19 @@ def test_heads_on_other_ranks_have_masks_of_their_own(pool: Pool) -> None:
         assert one["hidden"] == other["hidden"]
 
 
+def _rope_scaling(argv: list[str]) -> float:
+    from megatron.balanced.trainer.arguments import parse_arguments
+    from megatron.balanced.trainer.model import model_config
+
+    args, config = parse_arguments(argv)
+    return model_config(args, config.experts, config.sequences).rope_scaling_factor
+
+
+def test_positions_are_scaled_by_the_factor_of_the_flag(pool: Pool) -> None:
+    flags = "--position-embedding-type rope --use-rope-scaling --rope-scaling-factor 32"
+    assert pool.run(1, _rope_scaling, [*MODEL, *MOCK_DATA, *flags.split()]) == [32]
+
+
 def _scale_after_a_move(argv: list[str], moves: bool) -> float:
 
     scales: list[float] = []

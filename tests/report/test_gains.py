@@ -112,6 +112,15 @@ def test_a_step_is_compared_around_the_move(history):
     assert move.step_after < move.step_before
 
 
+def test_steps_before_an_earlier_move_are_not_those_before_the_last(history):
+    history = copy.deepcopy(history)
+    history.actions.append(moved(MOVE + 2))
+    assert summarize(history).move.step_before == pytest.approx(AFTER.record(MOVE).step_seconds, rel=0.01)
+    for iteration in (MOVE, MOVE + 1):  # which a long log leaves out
+        del history.stages[iteration]
+    assert summarize(history).move is None
+
+
 def test_balanced_experts_promise_nothing_more(history):
     """An estimate from where experts are at home would promise what replicas have gained already."""
     saved = {estimate.balanced: estimate for estimate in summarize(history).estimates}
@@ -186,6 +195,8 @@ def test_of_a_long_log_the_begin_the_end_and_all_moves_are_read(tmp_path, monkey
     assert not history.damage and 174 * each < history.left_out < 176 * each
     assert len(history.iterations) <= 27 and {*range(1, 5), *range(182, 201)} <= {*history.iterations}
     assert len(history.actions) == len(history.iterations) + 1 and 190 in history.stages
+    assert {*history.iterations} == {*history.stages} == {*history.layers}, "an iteration is read whole or not at all"
+    assert history.unread.endswith("KiB in the middle of events.jsonl were not read.") and not whole.unread
     summary = summarize(history)
     assert " of the log between them not read" in basis(summary) and "not read" not in basis(summarize(whole))
     layers = [[gain for gain in each.gains if gain.balancer == "layers"] for each in (summary, summarize(whole))]

@@ -219,7 +219,7 @@ def test_a_thread_that_waits_does_not_work():
     other.join()
     pace(0.01)
     _, wall, work = clock.seconds(begin, begin, clock.mark())
-    assert 0.01 <= work < 0.2 < wall
+    assert 0.01 <= work <= wall - 0.15, "the other thread's pace is no work, however late a sleep of this one returns"
 
 
 def test_report_is_complete_when_megatron_exits_early(pool, tmp_path):

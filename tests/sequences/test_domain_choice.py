@@ -10,7 +10,7 @@ from balancing.sequences import AttentionShape
 from balancing.sequences.domain_choice import WORTH, DomainChoice, DrawnSteps, choose_domain
 from benchmarks.sequences.lengths import DISTRIBUTIONS, draw_batch
 from tests.support.corpus import heavy_tailed, write_documents
-from tests.support.training import MOCK_DATA, MODEL, MOE
+from tests.support.training import MOCK_DATA, MODEL
 
 SHAPE = AttentionShape(hidden=4096, heads=32, kv_heads=8, layers=32, ffn_hidden=14336)
 LONG, SHORT = 131072, 8192
@@ -150,7 +150,7 @@ def test_the_index_of_the_training_set_decides(pool, tmp_path):
 RULES = {
     "lengths unknown": ("", "not known before training"),
     "one document a sample": ("", "all samples cost the same"),
-    "refused for data": (f"{' '.join(MOE)} --moe-expert-capacity-factor 1.5", "--moe-expert-capacity-factor 1.5"),
+    "refused for data": ("--dataloader-type cyclic", "--dataloader-type cyclic"),
 }
 
 

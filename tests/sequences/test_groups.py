@@ -97,3 +97,14 @@ def test_numbers_of_groups():
     for members in range(1, 3000):
         number = number_of_groups(members)
         assert members % number == 0 and (number == 1 or members // number >= 32)
+
+
+@pytest.mark.parametrize("backend, in_order", [("gloo", False), ("cpu:gloo", False), ("nccl", True), ("fake", True),
+                                               ("cpu:gloo,cuda:nccl", True), ("cuda:nccl,cpu:gloo", True)])  # fmt: skip
+def test_messages_run_in_order_over_nccl_in_whatever_order_backends_are_named(monkeypatch, backend, in_order):
+    from balancing.sequences.engine import transport
+
+    monkeypatch.setattr(transport, "connect", lambda process_group, peers=None: None)
+    for name, found in {"get_backend": backend, "get_rank": 0, "get_process_group_ranks": [0]}.items():
+        monkeypatch.setattr(transport.dist, name, lambda group=None, found=found: found)
+    assert transport.Transport(object()).in_order is in_order

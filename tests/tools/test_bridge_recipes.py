@@ -17,6 +17,8 @@ def test_the_page_of_recipes_is_current():
     for name, title in (("transformer_engine", "Transformer Engine"), ("megatron_bridge", "Megatron-Bridge")):
         if why := why_missing(name, title):
             pytest.skip(why)
-    done = subprocess.run([sys.executable, "-c", WRITE], capture_output=True, text=True, timeout=PATIENCE, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", WRITE], capture_output=True, text=True, timeout=2 * PATIENCE, check=False
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.endswith(PAGE.read_text()), "run python -m tests.support.bridge_recipes"

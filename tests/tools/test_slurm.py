@@ -338,6 +338,7 @@ def test_stages_that_are_not_needed_go_back_while_training_goes_on(cluster: Slur
     wait_until(lambda: "were returned to SLURM" in log(0) or "failed" in job_log(), job_log)
     assert nodes() == 2, job_log()
     wait_until(lambda: cluster.idle_nodes() == ["n3", "n4"], lambda: str(cluster.idle_nodes()))
+    wait_until(lambda: trained(1) or "failed" in job_log(), job_log)
     seen = trained(1)[-1]
     wait_until(lambda: trained(1)[-1] > seen + 5 or "failed" in job_log(), job_log)
     cluster.command("scancel", str(job))

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from balancing.kernels import merging
-from balancing.messages import connect, start_all_to_all, start_message
+from balancing.messages import connect, runs_nccl, start_all_to_all, start_message
 from balancing.ranges import named
 from balancing.sequences.engine.program import Messages, TransferGroup
 from balancing.sequences.engine.routing import Slice
@@ -263,7 +263,7 @@ class Transport:
         assert group is not None, "torch.distributed is initialized"
         self.process_group: dist.ProcessGroup = group
         self.rank = dist.get_rank(self.process_group)
-        self.in_order = not dist.get_backend(self.process_group).endswith("gloo")
+        self.in_order = runs_nccl(group) or "gloo" not in dist.get_backend(group)
         self._ranks = dist.get_process_group_ranks(self.process_group)
         connect(self.process_group)
 

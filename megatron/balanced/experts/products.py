@@ -164,6 +164,8 @@ def why_own_products(experts: Any) -> str:
             return f"experts have a module of class {type(module).__name__}"
         if getattr(module, "gtp_remat_size", 1) > 1:
             return "ranks hold parts of weights (gtp_weight_remat_size)"
+        if getattr(module, "te_quant_params", None) is not None:
+            return "modules have precisions of their own (te_precision_config_file)"
     return ""
 
 

@@ -160,8 +160,7 @@ class LayerBalancer(StepCallback):
             if measured_step > self._warm and not self._settled:
                 self._planner.add(measured_step, record, self._micro_batches[0])
         if not self._moves:
-            if step % self._config.interval == 0 and self._planner.has_measurements:
-                self._planner.exchange()  # so that what waits for `advise` does not grow
+            self._planner.forget(but=self._config.interval)  # as many as `advise` averages
             return
         if self._first is None:
             self._first, self._warm = step, self.run.iteration

@@ -133,9 +133,10 @@ class LayerPlanner:
         else:
             self._eager_steps.append(record.step_seconds)
 
-    def forget(self) -> None:
-        """Drop measurements that no decision has used. Called before layers move."""
-        self._seconds, self._steps, self._eager_steps = [], [], []
+    def forget(self, but: int = 0) -> None:
+        """Drop measurements that no decision has used, all but the last `but`. Called before layers move."""
+        for measured in (self._seconds, self._steps, self._eager_steps):
+            del measured[: max(0, len(measured) - but)]
 
     @property
     def has_measurements(self) -> bool:

@@ -56,7 +56,7 @@ BY_HAND = "or let a StepCallback that you pass to Balancers set it in `layer_arr
 
 # Attributes of adapters of Megatron-Bridge in which they keep modules from their first use on -> whether they do.
 _MADE_LATER: dict[str, Callable[[Any], bool]] = {
-    "_fused_branches": lambda config: True, "_te_grouped_linear_helpers": lambda config: bool(config.fp8)
+    "_fused_branches": lambda config: True, "_te_grouped_linear_helpers": lambda config: bool(config.fp8 or config.fp4)
 }  # fmt: skip
 
 

@@ -29,9 +29,9 @@ def _no_report(event: dict[str, Any]) -> None:
 class StepCallback:
     """Base class of all callbacks. Every method does nothing; override those you need.
 
-    Every rank has its own instance. All methods but `layer_arrived`, `head_arrived` and `abandon_schedule` are called on
-    all ranks of the job, so they may communicate. Callbacks are called in the order of registration; `end_schedule` and `end_step` in
-    reverse order. An exception in a callback ends the run.
+    Every rank has its own instance. All methods but `layer_arrived`, `head_arrived` and `abandon_schedule` are called
+    on all ranks of the job, so they may communicate. Callbacks are called in the order of registration; `end_schedule`
+    and `end_step` in reverse order. An exception in a callback ends the run.
 
     run: the run (`megatron.balanced.run.Run`), from `attach` on. It has the optimizer, for instance.
     report: adds an event (`balancing.report.event`) to the report of the step in progress, if there is a report.

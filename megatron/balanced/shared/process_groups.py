@@ -96,7 +96,7 @@ def gather_objects(local: Any, process_group: dist.ProcessGroup) -> list[Any]:
 def options_like(process_group: dist.ProcessGroup, timeout: datetime.timedelta) -> Any:
     """A copy of the NCCL options that the user set for `process_group` (--nccl-communicator-config-path,
     --high-priority-stream-groups); None on other backends."""
-    if dist.get_backend(process_group) != "nccl":
+    if not runs_nccl(process_group):
         return None
     given = process_group._get_backend(torch.device("cuda")).options
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=given.is_high_priority_stream)

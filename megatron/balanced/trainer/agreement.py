@@ -52,24 +52,28 @@ def check_agreement(args: argparse.Namespace, config: BalanceConfig) -> None:
     """
     if not has_store():  # one rank, or a dry run
         return
-    values, given = _values(args, config), {flag.split("=")[0] for flag in sys.argv if flag.startswith("--")}
+    given = {flag.split("=")[0] for flag in sys.argv if flag.startswith("--")}
+    _check(_values(args, config), given, "start all ranks with the same flags, code and data")
+
+
+def check_record(resumed: argparse.Namespace | None) -> None:
+    """Raise as `check_agreement` unless all ranks have read the same of the run that they resume: on a network file
+    system a host may see an older checkpoint. resumed: its arguments."""
+    if not has_store():
+        return
+    known = {} if resumed is None else vars(resumed)
+    record = {name: known[name] for name in sorted(known) if name.startswith(("balance", "iteration"))}
+    way_out = "start again when every host sees the newest checkpoint in --load"
+    _check({"the record in the checkpoint of --load": repr(record)}, set(), way_out)
+
+
+def _check(values: dict[str, str], given: set[str], way_out: str) -> None:
     try:
         line = _compare(values, given)
     except dist.DistError as error:
         raise OthersFailed(f"the job's store does not answer: {error}") from error
     if line is not None:
-        raise ValueError(line)
-
-
-def check_record(resumed: argparse.Namespace | None) -> None:
-    """Raise the same ValueError on all ranks unless they have read the same of the run that they resume: on a network
-    file system a host may see an older checkpoint. resumed: its arguments."""
-    if not has_store():
-        return
-    known = {} if resumed is None else vars(resumed)
-    record = {name: known[name] for name in sorted(known) if name.startswith(("balance", "iteration"))}
-    if (line := _compare({"the record in the checkpoint of --load": repr(record)}, set())) is not None:
-        raise ValueError(line)
+        raise ValueError(f"{line}; {way_out}")
 
 
 def _values(args: argparse.Namespace, config: BalanceConfig) -> dict[str, str]:
@@ -177,4 +181,4 @@ def _difference(ranks: list[list[int]], answers: list[dict[str, Any]]) -> str:
     names = sorted(differing, key=lambda name: (name != "--device", name not in given, name.startswith("--")))
     words = [f"{name} is {differing[name]}" for name in names[:_SHOWN]]
     more = f" (and {len(names) - _SHOWN} more)" * (len(names) > _SHOWN)
-    return f"ranks differ: {'; '.join(words)}{more}; start all ranks with the same flags, code and data"
+    return f"ranks differ: {'; '.join(words)}{more}"

@@ -205,7 +205,8 @@ def parse_arguments(
         )
         parallel = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
         shards = getattr(args, "expert_tensor_parallel_num_weight_shards", None)
-        _, args.expert_gtp_weight_remat_size = resolve_tensor_parallel_weight_shards(parallel, shards, 1)
+        names = "expert_tensor_parallel_num_weight_shards", "expert_tensor_parallel_size"
+        _, args.expert_gtp_weight_remat_size = resolve_tensor_parallel_weight_shards(parallel, shards, 1, *names)
         config, notes = check_balancers(args, config, left_to_us)
         if config.balance_report is not None:
             notes = [*notes, *notes_on_report(args)]

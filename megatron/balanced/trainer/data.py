@@ -137,8 +137,10 @@ def train_valid_test_datasets(
     return BlendedMegatronDatasetBuilder(_dataset_class(args), sizes, reads_data, _dataset_config(args)).build()
 
 
-def _next_batch(data_iterator: Iterator | None, vp_stage: int | None, everywhere: bool) -> dict[str, Any] | None:
-    """The next micro-batch of this rank, or None on a stage that does not read data."""
+def _next_batch(
+    data_iterator: Iterator | None, vp_stage: int | None, everywhere: bool, samples: int
+) -> dict[str, Any] | None:
+    """The next micro-batch of this rank, of so many samples, or None on a stage that does not read data."""
     args = get_args()
     tensor_rank = mpu.get_tensor_model_parallel_rank()
     if not _stage_reads_data(args, vp_stage):
@@ -162,7 +164,7 @@ def _next_batch(data_iterator: Iterator | None, vp_stage: int | None, everywhere
         broadcast_group=mpu.get_tensor_model_parallel_group(),
         cp_size=args.context_parallel_size,
         tp_rank=tensor_rank,
-        micro_batch_size=args.micro_batch_size,
+        micro_batch_size=samples,
         seq_length=args.seq_length,
         mtp_on_this_rank=tail_on_stage(args, vp_stage),
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
@@ -179,7 +181,7 @@ def _next_batch(data_iterator: Iterator | None, vp_stage: int | None, everywhere
     )
 
 
-def _packed_parameters(batch: dict[str, Any]) -> PackedSeqParams | None:
+def _packed_parameters(batch: dict[str, Any], samples: int) -> PackedSeqParams | None:
     if batch.get("cu_seqlens") is None:
         return None
     args = get_args()
@@ -200,17 +202,17 @@ def _packed_parameters(batch: dict[str, Any]) -> PackedSeqParams | None:
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
         # Without total_tokens, Mamba layers would pass their state from one document to the next.
-        total_tokens=args.micro_batch_size * args.seq_length if "M" in (args.hybrid_layer_pattern or "") else None,
+        total_tokens=samples * args.seq_length if "M" in (args.hybrid_layer_pattern or "") else None,
         tokens_per_sample=args.seq_length if takes_apart else None,
     )
 
 
-def _document_lengths(args: argparse.Namespace, packed: PackedSeqParams | None, plan: SequencePlan | None) -> list[int]:
-    """Tokens of each document of the current micro-batch, or of each sample if they are not packed."""
+def _document_lengths(samples: list[int], packed: PackedSeqParams | None, plan: SequencePlan | None) -> list[int]:
+    """Tokens of each document of the current micro-batch, or of each sample if they are not packed: `samples`."""
     if plan is not None:
         return list(plan.lengths)
     if packed is None:
-        return [args.seq_length] * args.micro_batch_size
+        return samples
     return torch.diff(packed.cu_seqlens_q).tolist()
 
 
@@ -291,20 +293,23 @@ def forward_step(
     args = get_args()
     timers = get_timers()
     vp_stage = get_attr_wrapped_model(model, "vp_stage")
+    samples = args.micro_batch_size if model.training else args.eval_micro_batch_size
     timers("batch-generator", log_level=2).start()
     batch: dict[str, Any]
     packed: PackedSeqParams | None
     plan: SequencePlan | None = None
     rank, weigh = 0, None
     if tokens is None:
-        batch = _next_batch(data_iterator, vp_stage, everywhere) or dict.fromkeys(_BATCH_KEYS)
-        packed = _packed_parameters(batch)
+        batch = _next_batch(data_iterator, vp_stage, everywhere, samples) or dict.fromkeys(_BATCH_KEYS)
+        packed = _packed_parameters(batch, samples)
     else:
         batch, packed, plan, losses = tokens.next_batch(data_iterator, vp_stage or 0)
         rank, weigh = tokens.sharing.domain.rank, losses.weights
     timers("batch-generator").stop()
     if observer is not None:
-        observer.documents(partial(_document_lengths, args, packed, plan), vp_stage or 0, plan, rank)
+        observer.documents(
+            partial(_document_lengths, [args.seq_length] * samples, packed, plan), vp_stage or 0, plan, rank
+        )
     run = model.build_schedule_plan if return_schedule_plan else model
     output = run(
         batch["tokens"],

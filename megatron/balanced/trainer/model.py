@@ -207,6 +207,7 @@ def _config(
             config.hybrid_stack_spec = _fill_in(_stack_spec(config), replacements)
         return config
     config = gpt_config_from_args(args)
+    config.rope_scaling_factor = args.rope_scaling_factor  # which Megatron-LM 0.19.2 forgets
     if replacements and args.spec is None:
         config.transformer_layer_spec = LayerSpecs(replacements, in_tail)
     return config

@@ -29,6 +29,7 @@ def sequences(
     resumed: arguments in the checkpoint; None without one.
     """
     ramped = args.rampup_batch_size or args.step_batch_size_schedule or args.decrease_batch_size_if_needed
+    ramped = ramped or args.phase_transition_iterations  # each phase numbers its samples anew
     batches = Batches(
         step_samples=args.global_batch_size,
         numbered=args.dataloader_type == "single" and not ramped,

@@ -125,7 +125,11 @@ def _add_features(
             callback.report = observer.note
     resumed = None
     if config.balances:
-        check_record(resumed := arguments_of_checkpoint(args))
+        resumed = arguments_of_checkpoint(args)
+        try:
+            check_record(resumed)
+        except ValueError as error:
+            stop(error)
     run.trained = lambda: Trained(args.iteration, args.consumed_train_samples)
     run.first[:0] = [*([] if observer is None else [observer]), *trials(run, args, config, resumed)]
 

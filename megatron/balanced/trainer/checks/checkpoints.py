@@ -72,7 +72,7 @@ def check_load(args: argparse.Namespace) -> None:
         folder, flag = Path(args.pretrained_checkpoint), "--pretrained-checkpoint"
         if not (folder / _TRACKER).is_file():
             raise LocalError(f"neither --load {args.load} nor {flag} {folder} has a {_TRACKER}; name a folder that has")
-    text = _iteration(args, folder)
+    text = _iteration(folder, args.ckpt_step)
     if text != "release" and not (text.isascii() and text.isdigit()):
         raise LocalError(
             f"{folder / _TRACKER} should hold an iteration and holds {text[:40]!r}; write one of {_iterations(folder)} "
@@ -102,25 +102,24 @@ def arguments_of_checkpoint(args: argparse.Namespace) -> argparse.Namespace | No
     """
     if not args.load or "://" in args.load or args.finetune:
         return None
-    folders = [Path(args.load)]
-    if args.non_persistent_ckpt_type == "global":  # which Megatron-LM loads if it is newer
-        folders.append(Path(args.non_persistent_global_ckpt_dir or folders[0] / "non_persistent"))
-    if not (folders := [folder for folder in folders if (folder / _TRACKER).is_file()]):
+    places = [(Path(args.load), args.ckpt_step)]
+    if args.non_persistent_ckpt_type == "global":  # which Megatron-LM loads if it is as new
+        places.insert(0, (Path(args.non_persistent_global_ckpt_dir or places[0][0] / "non_persistent"), None))
+    named = [(folder, _iteration(folder, step)) for folder, step in places if (folder / _TRACKER).is_file()]
+    if not named:
         return None
     from megatron.core.dist_checkpointing import check_is_distributed_checkpoint, load_common_state_dict
 
-    iterations = [_iteration(args, folder) for folder in folders]
-    newest = max(range(len(folders)), key=lambda at: int(iterations[at]) if iterations[at].isdecimal() else 0)
-    checkpoint = str(_place(folders[newest], iterations[newest]))
+    checkpoint = str(_place(*max(named, key=lambda each: int(each[1]) if each[1].isdecimal() else 0)))
     if not check_is_distributed_checkpoint(checkpoint):  # the old format, which holds the weights in the same file
         return None
     found: argparse.Namespace | None = load_common_state_dict(checkpoint).get("args")
     return found
 
 
-def _iteration(args: argparse.Namespace, folder: Path) -> str:
-    """The iteration to load, as text that need not be a number."""
-    return str(args.ckpt_step) if args.ckpt_step else (folder / _TRACKER).read_text(errors="replace").strip()
+def _iteration(folder: Path, step: int | None) -> str:
+    """The iteration to load, as text that need not be a number. step: the one that is asked for, if any."""
+    return str(step) if step else (folder / _TRACKER).read_text(errors="replace").strip()
 
 
 def _place(folder: Path, iteration: str) -> Path:

@@ -62,6 +62,17 @@ def check_groups(args: argparse.Namespace) -> None:
             raise ValueError(f"--num-distributed-optimizer-instances {instances} does not divide the {number} {what}")
 
 
+# Flags that Megatron-LM 0.19.2 reads in programs that call it otherwise, or nowhere -> what comes of that.
+_UNREAD = {
+    "apply_residual_connection_post_layernorm": "residuals are added before norms all the same",
+    "freeze_all_layers": "all layers would train",
+    "log_straggler": "its timer counts nothing, and divides by that; use --balance-report",
+    "logits_load_dir": "losses would not be those of distillation",
+    "moe_use_upcycling": "the dense model would be built with experts",
+    "openai_gelu": "GELU is exact all the same",
+}
+
+
 def check_model(args: argparse.Namespace) -> None:
     """Raise ValueError for a model that cannot be trained as the flags say. Called before Megatron validates `args`."""
     check_hybrid(args)
@@ -111,12 +122,14 @@ def _check_late_failures(args: argparse.Namespace) -> None:
         raise ValueError("--checkpoint-activations is no longer valid; use --recompute-activations")
     if args.init_model_with_meta_device and not args.use_torch_fsdp2 and not args.use_megatron_fsdp:
         raise ValueError("--init-model-with-meta-device leaves weights uninitialized without FSDP; drop it")
-    for name in ("logits_load_dir", "logits_save_dir"):
-        if getattr(args, name) is not None and args.pipeline_model_parallel_size > 1:
-            raise ValueError(
-                f"{shown(name, getattr(args, name))} is incompatible with --pipeline-model-parallel-size "
-                f"{args.pipeline_model_parallel_size}: Megatron-LM looks for the head on every stage; use 1"
-            )
+    for name, outcome in _UNREAD.items():
+        if getattr(args, name, None):
+            raise ValueError(f"{shown(name, getattr(args, name))} is not supported here: {outcome}; drop it")
+    if args.logits_save_dir is not None and args.pipeline_model_parallel_size > 1:
+        raise ValueError(
+            f"--logits-save-dir {args.logits_save_dir} is incompatible with --pipeline-model-parallel-size "
+            f"{args.pipeline_model_parallel_size}: Megatron-LM looks for the head on every stage; use 1"
+        )
     turned = int((args.kv_channels or 0) * args.rotary_percent)
     if args.position_embedding_type == "rope" and turned % 2:
         raise ValueError(
