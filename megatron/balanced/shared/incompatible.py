@@ -404,7 +404,7 @@ INCOMPATIBLE: tuple[Incompatible, ...] = (
     *(Incompatible(name, ON, (LAYERS,), "it chooses layers by their place in a stage, which changes", where=where)
       for name, where in (("te_precision_config_file", TRAINER), ("quant_recipe", LOOPS))),
     *(Incompatible(f"save_{what}_interval", ON, (EXPERTS,), "it would save what experts compute beside their replicas",
-                   "use --balance-report", where=TRAINER)
+                   "use --balance-report")
       for what in ("tokens_per_expert", "activations", "dgrads")),
     Incompatible("fp4", ON, (OWN_EXPERTS,), _TE_EXPERTS, "add --moe-grouped-gemm, or use --bf16"),
     Incompatible("fp4_param_gather", ON, (EXPERTS, LAYERS), _PACKED, only_with={"fp4": ON}, switches_off=True),
