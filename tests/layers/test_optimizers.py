@@ -183,7 +183,6 @@ def _hooked_again(quantized: bool) -> tuple[int, int]:
     return sum(own is stays for own in calls), sum(own is arrives for own in calls)
 
 
-@pytest.mark.parametrize("quantized", [False, True])
 def _steps_that_wait(interval: int) -> list[int]:
     """Measured steps that wait for `advise`, after each of 7."""
     from types import SimpleNamespace
@@ -208,5 +207,6 @@ def test_without_moves_the_steps_of_one_interval_wait_for_advise(pool):
     assert pool.run(1, _steps_that_wait, 3) == [[1, 2, 3, 3, 3, 3, 3]]
 
 
+@pytest.mark.parametrize("quantized", [False, True])
 def test_hooks_of_moves_do_not_add_up(pool, quantized):
     assert pool.run(1, _hooked_again, quantized) == [(1, 1)]

@@ -401,8 +401,8 @@ INCOMPATIBLE: tuple[Incompatible, ...] = (
                  {"fp8": ON, "fp8_param_gather": ON}),
     Incompatible("te_precision_config_file", ON, (EXPERTS,), _MIXED, "drop it, or --fp8-param-gather",
                  {"fp8": ON, "fp8_param_gather": ON}, TRAINER),
-    *(Incompatible(name, ON, (LAYERS,), "it chooses layers by their place in a stage, which changes", where=where)
-      for name, where in (("te_precision_config_file", TRAINER), ("quant_recipe", LOOPS))),
+    Incompatible("te_precision_config_file", ON, (LAYERS,),
+                 "it chooses layers by their place in a stage, which changes", where=TRAINER),
     *(Incompatible(f"save_{what}_interval", ON, (EXPERTS,), "it would save what experts compute beside their replicas",
                    "use --balance-report")
       for what in ("tokens_per_expert", "activations", "dgrads")),
