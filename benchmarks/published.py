@@ -100,10 +100,10 @@ def _experts_emulated(quick: bool) -> dict[str, float]:
 
 
 def _sequences_emulated(quick: bool) -> dict[str, float]:
-    models, scales = ("MHA",) if quick else tuple(SHAPES), CLUSTERS.items()
+    models = ("MHA",) if quick else tuple(SHAPES)
     rows = [
         row
-        for name, size in scales
+        for name, size in CLUSTERS.items()
         for row in measure_rows(name, DocumentScale(*size, 100.0, host=True), ("ring", "chunks"), models)
     ]
     ring, many = ([row for row in rows if (row.method, row.model) == (method, "MHA")] for method in ("ring", "chunks"))

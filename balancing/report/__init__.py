@@ -20,7 +20,6 @@ from balancing.report.events import (
 from balancing.report.history import (
     MOST_MEASURED,
     MOST_MICRO_BATCHES,
-    Damage,
     History,
     measured_lines,
     read_history,
@@ -38,7 +37,6 @@ __all__ = [
     "MOST_MICRO_BATCHES",
     "STANDARD_KEYS",
     "WARM_UP",
-    "Damage",
     "EventLog",
     "History",
     "IterationRecord",
