@@ -54,8 +54,8 @@ def test_fragments_are_given_back_where_little_is_left(pool):
     assert pool.run(1, _emptied, 0.01) == [2]
 
 
-def _options() -> list[Any]:
-    """Options of a group made beside one that has options of the user."""
+def _options(backends: str) -> list[Any]:
+    """Options of a group made beside one that has options of the user, in a job of these backends."""
     import torch.distributed as dist
 
     from megatron.balanced.shared import process_groups
@@ -67,7 +67,7 @@ def _options() -> list[Any]:
     seen: list[Any] = []
     process_groups.connect = lambda process_group, peers=None: None
     dist.get_process_group_ranks = lambda process_group: [0]
-    dist.get_backend = lambda process_group=None: "nccl" if process_group is group else "gloo"
+    dist.get_backend = lambda process_group=None: backends if process_group is group else "gloo"
     dist.new_group = lambda ranks, *, timeout, backend, pg_options: seen.append((backend, pg_options))
     process_groups.duplicate_group(group, 7.0)
     process_groups.duplicate_group(group, 7.0, on_host=True)
@@ -76,8 +76,9 @@ def _options() -> list[Any]:
     return [backend, options.is_high_priority_stream, config.max_ctas, config.net_name, on_host]
 
 
-def test_options_of_nccl_reach_groups_beside_megatrons(pool):
-    assert pool.run(1, _options) == [[None, True, 4, "IB", ("gloo", None)]]
+@pytest.mark.parametrize("backends", ["nccl", "cpu:gloo,cuda:nccl", "cuda:nccl,cpu:gloo"])
+def test_options_of_nccl_reach_groups_beside_megatrons(pool, backends):
+    assert pool.run(1, _options, backends) == [[None, True, 4, "IB", ("gloo", None)]]
 
 
 @pytest.mark.parametrize(
