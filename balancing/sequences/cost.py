@@ -32,7 +32,7 @@ import numpy as np
 from balancing.cluster import Cluster
 from balancing.cluster.rates import ONE_RATE
 from balancing.kernels.pairs import pair_flops, token_counts
-from balancing.sequences.rounds import Asked, TurnTokens, plan_rounds, turn_tokens, what_is_asked
+from balancing.sequences.rounds import MOST_TURNS, TurnTokens, host_seconds, plan_rounds, turn_tokens, what_is_asked
 from balancing.sequences.sequence_plan import TILE, AttentionShape, SequencePlan, layer_kinds
 from balancing.sequences.traffic import LinkTokens, link_tokens_seconds, plan_links, remap_traffic, traffic_seconds
 
@@ -51,6 +51,7 @@ __all__ = [
     "kv_bytes",
     "kv_seconds",
     "latent_bytes",
+    "least_turn",
     "limit_seconds",
     "linear_seconds",
     "routing_pays",
@@ -173,7 +174,7 @@ def _layers_cost(
         if not routing_pays(plan, cluster, **sent, flops_of_pair=pair, moved=moved):  # as the engine decides
             routed = False
     forward, backward = kv_seconds(moved, plan.exchange, sent_bytes, cluster, routed, gradient_width)
-    least = turn_tokens(cluster, sent_bytes / shape.tensor_parallel)
+    least = least_turn(plan, cluster, shape)
     asked = what_is_asked(plan, cluster, moved, least)
     projection = _projection_seconds(moved, cluster, shape) if latents else 0.0
     more = _PROJECTION * asked.rounds if latents else 0
@@ -181,6 +182,7 @@ def _layers_cost(
     exchange = forward + latency, backward + 2 * latency  # gradients follow the keys
     forward_compute, backward_compute, attention = _attention(plan, cluster, shape, least)
     exposed = _exposed(plan, exchange, forward_compute, backward_compute)
+    attention_host = host_seconds(cluster, sum(asked.launches) + more, sum(asked.messages))
     remap = 0.0
     if plan.remapped:
         # Backward takes as long.
@@ -192,17 +194,9 @@ def _layers_cost(
         linear=0.0,
         remap=layers * 2 * remap,
         launch=layers * (sum(asked.launches) + more) * cluster.launch_seconds,
-        host=layers * _host_seconds(asked, more, cluster),
+        host=layers * (attention_host + REST * cluster.host_seconds),
         launches=asked.launches[0],
     )
-
-
-def _host_seconds(asked: Asked, more: int, cluster: Cluster) -> float:
-    """Seconds of the host to start all operations of one layer. more: operations besides those of `asked`."""
-    if cluster.rates is None:
-        return (asked.operations + more + REST) * cluster.host_seconds
-    operations = (sum(asked.launches) + more) * cluster.rates.operation_seconds
-    return operations + sum(asked.messages) * cluster.rates.post_seconds + REST * cluster.host_seconds
 
 
 def _attention(
@@ -220,16 +214,15 @@ def _attention(
 def _rank_seconds(
     plan: SequencePlan, cluster: Cluster, shape: AttentionShape, turn_tokens: TurnTokens
 ) -> tuple[np.ndarray, np.ndarray]:
-    rings, turns = plan_rounds(plan, cluster, turn_tokens)
-    return attention_rank_seconds(attention_work(plan, rings + turns), cluster, shape)
+    rounds = plan_rounds(plan, cluster, turn_tokens).calls
+    return attention_rank_seconds(attention_work(plan, rounds), cluster, shape)
 
 
 def extra_pairs(plan: SequencePlan, cluster: Cluster, shape: AttentionShape) -> np.ndarray:
     """float64 [rank], query-key pairs of long pieces that take as long as what a rank computes besides its area: the
     parts of tiles outside the mask, rows, and pieces. cluster: with rates."""
     flops = pair_flops(shape.heads, shape.head_size, shape.value_size)
-    least = turn_tokens(cluster, token_bytes(shape) / shape.tensor_parallel)
-    forward, backward = _rank_seconds(plan, cluster, shape, least)
+    forward, backward = _rank_seconds(plan, cluster, shape, least_turn(plan, cluster, shape))
     return np.asarray((forward + backward) / sum(_long_seconds(1.0, cluster, flops)) - plan.area)
 
 
@@ -247,7 +240,7 @@ class AttentionWork(NamedTuple):
 
 
 def attention_work(plan: SequencePlan, rounds: np.ndarray) -> AttentionWork:
-    """The work of each rank. rounds: int [rank], rounds that bring the rank keys (`rounds.plan_rounds`).
+    """The work of each rank. rounds: int [rank], those with a call (`rounds.Rounds.calls`).
 
     A rank's own tokens of a document are one piece of its first call. Tokens that see gathered keys are a piece of the
     call of each turn that brings such keys, at least a tile of them. On a ring they are one in each round.
@@ -264,12 +257,33 @@ def attention_work(plan: SequencePlan, rounds: np.ndarray) -> AttentionWork:
     again = (members[whole] - 1) * on_ring
     queries += np.bincount(holder, again * _RING_ROWS * -(-tokens // TILE) * TILE, plan.ranks)
     pieces += np.bincount(holder, again, plan.ranks)
+    more_queries, more_pieces = _turn_work(plan, rounds)
+    return AttentionWork(tile_area(plan), queries + more_queries, pieces + more_pieces)
+
+
+def _turn_work(plan: SequencePlan, rounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Queries and pieces of the calls with gathered keys, float64 [rank]."""
+    sequence, _, _, rank = plan.table.T
     sees, reaching = plan.before_shards()
     rows = -(-reaching // TILE) * TILE
-    turns = np.where(how[sequence] == "gather", np.minimum(rounds[rank], -(-sees // TILE)), 0)
-    queries += np.bincount(rank, turns * rows, plan.ranks)
-    pieces += np.bincount(rank, turns, plan.ranks)
-    return AttentionWork(tile_area(plan), queries, pieces)
+    gathered = np.array(plan.exchange)[sequence] == "gather"
+    turns = np.where(gathered, np.minimum(rounds[rank], -(-sees // TILE)), 0)
+    return np.bincount(rank, turns * rows, plan.ranks), np.bincount(rank, turns, plan.ranks).astype(np.float64)
+
+
+def least_turn(plan: SequencePlan, cluster: Cluster, shape: AttentionShape) -> TurnTokens:
+    """The least tokens of a turn of gathering: what a turn costs follows from the plan. The same on all ranks."""
+    flops = pair_flops(shape.heads, shape.head_size, shape.value_size)
+    device = sum(_long_seconds(float(plan.area.max(initial=0)), cluster, flops))
+    device += linear_seconds(int(plan.linear_tokens.max(initial=0)), cluster, shape) / shape.layers
+    rows = 0.0
+    if cluster.rates is not None:
+        most, one = (_turn_work(plan, np.full(plan.ranks, turns)) for turns in (MOST_TURNS, 1))
+        queries, pieces = ((more - less) / (MOST_TURNS - 1) for more, less in zip(most, one, strict=True))
+        rows = float(cluster.rates.forward.seconds(0.0, queries, pieces, flops).max(initial=0.0))
+    sent = token_bytes(shape) if plan.sees_all else kv_bytes(shape)
+    ranks = shape.tensor_parallel
+    return turn_tokens(cluster, sent / ranks, rows=rows / ranks, device=device / ranks)
 
 
 def attention_rank_seconds(

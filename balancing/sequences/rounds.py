@@ -7,10 +7,12 @@ from a plan without compiling it.
 
 With more turns a rank starts earlier on the first gathered keys, but each turn costs a call of attention, a merge and a
 transfer group. The least turn has as many bytes as its link carries in eight latencies of a message, and in the time
-that its operations cost the host and the device; with measured rates (`Cluster.rates`) in that of its forward
-operations. If all keys take S such times, a rank with T turns waits S / T for the first and pays T for them all. So it
-has sqrt(S) turns, at most eight: an eighth of the keys keeps it busy long enough. Keys that are fewer than those of the
-least turn are waited for: one call computes them with a rank's own.
+that a turn costs forward: its queries meet keys once more, its kernels are launched, and the host starts its
+operations. The host runs ahead of the device. Its part counts as far as the host is late: not at all where it starts
+attention with the most turns in half a layer's time on the device, in full where it takes that long. If all keys take S
+such times, a rank with T turns waits S / T for the first and pays T for them all. So it has sqrt(S) turns, at most
+eight: an eighth of the keys keeps it busy long enough. Keys that are fewer than those of the least turn are waited for:
+one call computes them with a rank's own.
 """
 
 from dataclasses import dataclass
@@ -26,6 +28,7 @@ __all__ = [
     "MOST_TURNS",
     "Asked",
     "TurnTokens",
+    "host_seconds",
     "number_of_turns",
     "plan_rounds",
     "turn_tokens",
@@ -39,7 +42,7 @@ _PASS, _RING, _TURN = (3, 5), (1, 4), (2, 8)
 _MESSAGES = (1, 2)  # keys forward; keys and their gradients backward
 MOST_TURNS = 8
 _LATENCIES = 8  # a turn takes at least so many, so that latency is at most an eighth of it
-_LAUNCHES = 3 + sum(_TURN)  # of a turn, with two calls and a merge
+_AHEAD = 0.5  # of a layer's time on the device; a host that needs no more never keeps it waiting
 
 
 class TurnTokens(NamedTuple):
@@ -49,17 +52,34 @@ class TurnTokens(NamedTuple):
     inter: int
 
 
-def turn_tokens(cluster: Cluster, kv_bytes: float) -> TurnTokens:
-    """The least tokens of a turn on a cluster. kv_bytes: bytes of one token's keys and values in one layer."""
-    operations = _LAUNCHES + sum(_MESSAGES)
-    price = _LAUNCHES * cluster.launch_seconds + operations * cluster.host_seconds
-    seconds = max(_LATENCIES * cluster.message_seconds, price)
-    if cluster.rates is not None:
-        forward = _TURN[0] + 2  # with its call and its merge
-        seconds = max(seconds, forward * cluster.rates.operation_seconds)
+def turn_tokens(cluster: Cluster, kv_bytes: float, *, rows: float = 0.0, device: float = 0.0) -> TurnTokens:
+    """The least tokens of a turn on a cluster.
+
+    kv_bytes: bytes of one token's keys and values in one layer.
+    rows: seconds of the device, forward, for queries that meet keys once more.
+    device: seconds of a layer on the device, forward and backward; 0 if it waits for the host.
+    """
+    calls = _TURN[0] + 2  # with its call and its merge
+    host = host_seconds(cluster, calls, _MESSAGES[0]) * _host_share(cluster, device)
+    seconds = max(_LATENCIES * cluster.message_seconds, rows + calls * cluster.launch_seconds + host)
     rates = cluster.intra_node_bandwidth, cluster.nic_bandwidth * max(1, len(cluster.nics(0)))
     # The clips are for a link that the cluster does not have: its bandwidth is infinite.
     return TurnTokens(*(max(1, int(min(rate * seconds / kv_bytes, 2**40))) if seconds else 1 for rate in rates))
+
+
+def host_seconds(cluster: Cluster, launches: int, messages: int) -> float:
+    """Seconds of the host to start operations of attention."""
+    if cluster.rates is None:
+        return (launches + messages) * cluster.host_seconds
+    return launches * cluster.rates.operation_seconds + messages * cluster.rates.post_seconds
+
+
+def _host_share(cluster: Cluster, device: float) -> float:
+    """The part of a turn's operations that the device waits for, 0 to 1. device: as in `turn_tokens`."""
+    turns = 2 * MOST_TURNS  # inside a node and between nodes
+    launches = 2 + sum(_PASS) + (3 + sum(_TURN)) * turns  # two calls, and two calls and a merge a turn
+    most = host_seconds(cluster, launches, sum(_MESSAGES) * turns)
+    return min(1.0, max(0.0, (most / device - _AHEAD) / (1 - _AHEAD))) if device else 1.0
 
 
 def number_of_turns(tokens: Any, least: Any) -> np.ndarray:
@@ -81,16 +101,27 @@ class Asked:
     launches: tuple[int, int]
     messages: tuple[int, int]
 
+
+class Rounds(NamedTuple):
+    """Rounds that bring ranks keys, int64 [rank]; those inside nodes and between nodes added.
+
+    rings: of rings.
+    turns: of gathering.
+    waited: turns that the rank waits for before its first call, which computes their keys, too.
+    """
+
+    rings: np.ndarray
+    turns: np.ndarray
+    waited: np.ndarray
+
     @property
-    def operations(self) -> int:
-        """Number of operations that the host starts, forward and backward."""
-        return sum(self.launches) + sum(self.messages)
+    def calls(self) -> np.ndarray:
+        """Rounds with a call of attention of their own."""
+        return np.asarray(self.rings + self.turns - self.waited)
 
 
-def plan_rounds(
-    plan: SequencePlan, cluster: Cluster, turn_tokens: TurnTokens, copies: bool = False
-) -> tuple[np.ndarray, np.ndarray]:
-    """Rounds of rings, int64 [rank], and turns of gathering, int64 [rank]; those inside nodes and between nodes added.
+def plan_rounds(plan: SequencePlan, cluster: Cluster, turn_tokens: TurnTokens, copies: bool = False) -> Rounds:
+    """The rounds of all ranks. Turns of keys in a sliding window count as if none was waited for.
 
     plan: the plan of the batch.
     cluster: the cluster of at least the plan's ranks.
@@ -98,8 +129,9 @@ def plan_rounds(
     copies: whether keys of other nodes are copied inside a node, one round after their arrival.
     """
     if not plan.sees_all:
-        return np.zeros(plan.ranks, dtype=np.int64), _reaching(plan, cluster, copies)
-    sequence, start, _, rank = plan.table[np.lexsort((plan.table[:, 1], plan.table[:, 0]))].T
+        none = np.zeros(plan.ranks, dtype=np.int64)
+        return Rounds(none, _reaching(plan, cluster, copies), none)
+    sequence, start, stop, rank = plan.table[np.lexsort((plan.table[:, 1], plan.table[:, 0]))].T
     node = rank // cluster.ranks_per_node
     begins = np.flatnonzero(np.diff(sequence, prepend=-1))
     # The first token of a sequence on another node than its first shard's.
@@ -112,9 +144,11 @@ def plan_rounds(
     whole, holder = np.divmod(member, plan.ranks)
     last = np.zeros(len(member), dtype=np.int64)  # start of the member's last shard
     np.maximum.at(last, which, start)
+    begun = np.bincount(which, (stop - start) * (start < last[which])).astype(np.int64)  # own tokens before that shard
     members = np.bincount(whole, minlength=len(plan.lengths))
     how = np.array(plan.exchange)[whole]
-    rings, turns = np.zeros((2, plan.ranks), dtype=np.int64), np.zeros((2, plan.ranks), dtype=np.int64)
+    rings, turns, waited = np.zeros((3, 2, plan.ranks), dtype=np.int64)
+    waits = plan.shape is None or plan.shape.latent is None
     over_nodes = elsewhere[whole] < np.iinfo(np.int64).max
     needs_far = (last > 0) & ((holder // cluster.ranks_per_node != first_node[whole]) | (elsewhere[whole] < last))
     per_node = cluster.ranks_per_node
@@ -132,8 +166,10 @@ def plan_rounds(
                 needs = np.repeat(prefix.any(1), per_node)[: plan.ranks]
         else:
             tokens = np.bincount(holder[counted], last[counted], plan.ranks).astype(np.int64)
+        own = 0 if level else np.bincount(holder[counted], begun[counted], plan.ranks)
         turns[int(level)] = np.where(needs, number_of_turns(tokens, turn_tokens[level]) + (level and copies), 0)
-    return rings.sum(0), turns.sum(0)
+        waited[int(level)] = needs & (tokens - own < turn_tokens[level]) & waits
+    return Rounds(rings.sum(0), turns.sum(0), waited.sum(0))
 
 
 def _reaching(plan: SequencePlan, cluster: Cluster, copies: bool) -> np.ndarray:
@@ -155,21 +191,21 @@ def what_is_asked(plan: SequencePlan, cluster: Cluster, moved: LinkTokens, turn_
     plan, cluster, turn_tokens: as in `plan_rounds`.
     moved: tokens on links in forward.
     """
-    rings, turns = plan_rounds(plan, cluster, turn_tokens, bool(moved.copies.any()))
-    rounds = rings + turns
+    found = plan_rounds(plan, cluster, turn_tokens, bool(moved.copies.any()))
+    rings, turns, _ = found
     # A rank sends and receives one message in every round of a ring. A turn of gathering is one collective.
     messages = 2 * rings + turns
-    calls = 1 + rounds + (rings > 0)
+    calls = 1 + found.calls + (rings > 0)
     launches = [
         calls + per_pass + per_ring * rings + per_turn * turns
         for per_pass, per_ring, per_turn in zip(_PASS, _RING, _TURN, strict=True)
     ]
     if plan.sees_all:
-        launches[0] += rounds  # merges
+        launches[0] += found.calls  # merges
     total = launches[0] + launches[1] + sum(_MESSAGES) * messages
     most = int(total.argmax())
     return Asked(
-        int(rounds[most]),
+        int(rings[most] + turns[most]),
         (int(launches[0][most]), int(launches[1][most])),
         (int(messages[most]) * _MESSAGES[0], int(messages[most]) * _MESSAGES[1]),
     )

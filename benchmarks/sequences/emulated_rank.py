@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from balancing.kernels.base import Pieces
 from balancing.sequences import SequenceAttention, SequencePlan, Shard
-from balancing.sequences.cost import REST, hidden_seconds, kv_bytes, linear_seconds
+from balancing.sequences.cost import REST, hidden_seconds, linear_seconds
 from balancing.sequences.engine.compiler import compile_rank
 from balancing.sequences.engine.program import Compute
 from balancing.sequences.sequence_plan import AttentionShape
@@ -135,6 +135,9 @@ class _Part:
         kernel = ZeroScores(device, hidden_seconds(1, cluster, shape) * scale.time / together)
         sizes = {"head_size": width, "value_size": width, "item_bytes": dtype.itemsize}
         narrow = replace(shape, heads=heads, kv_heads=kv_heads, **sizes)
+        # With linear layers of the modelled time, by which the engine knows whether the host is late.
+        longer = linear_seconds(1, scale.engine_cluster, narrow) / linear_seconds(1, cluster, shape)
+        narrow = replace(narrow, hidden=round(shape.hidden / longer))
         plan = replace(plan, cluster=scale.engine_cluster, shape=narrow)
         self.attention: SequenceAttention | AllGather | HeadsAndRing
         rows = slice(None)
@@ -148,7 +151,7 @@ class _Part:
             program = compile_rank(plan, rank, routing="auto" if how.routed else "off")
             self.attention = SequenceAttention(plan, program=program, kernel=kernel)
             if scale.host and not how.peer:
-                seconds = host_seconds(plan, scale.engine_cluster, kv_bytes(narrow))
+                seconds = host_seconds(plan)
                 steps = program.program.forward, program.program.backward
                 calls = (sum(isinstance(step, Compute) and step.call is not None for step in of) for of in steps)
                 kernel.host = tuple(of * scale.time / max(1, each) for of, each in zip(seconds, calls, strict=True))

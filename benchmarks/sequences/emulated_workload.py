@@ -20,10 +20,10 @@ import numpy as np
 from balancing.cluster import Cluster
 from balancing.cluster.rates import Rates
 from balancing.kernels.base import Pieces
-from balancing.sequences import AttentionShape, SequencePlan, plan_sequences, step_cost
-from balancing.sequences.cost import TILE
+from balancing.sequences import AttentionShape, SequencePlan, plan_sequences, rounds, step_cost
+from balancing.sequences.cost import TILE, least_turn
 from balancing.sequences.plan import plan_attention
-from balancing.sequences.rounds import turn_tokens, what_is_asked
+from balancing.sequences.rounds import what_is_asked
 from balancing.sequences.traffic import plan_links
 from benchmarks.baselines.data_parallel import as_drawn
 from benchmarks.sequences.lengths import draw_batch
@@ -215,16 +215,14 @@ def predicted_seconds(case: Case, method: Method, cluster: Cluster) -> float:
     return sum(cost.device if method.peer else cost.total for cost in costs)
 
 
-def host_seconds(plan: SequencePlan, cluster: Cluster, token_bytes: float) -> tuple[float, float]:
+def host_seconds(plan: SequencePlan) -> tuple[float, float]:
     """Modelled seconds of the host for attention of one layer, forward and backward, on the rank with most operations.
-
-    cluster: with rates. token_bytes: bytes of one token's keys and values, in the measure of its links.
-    """
-    moved, rates = plan_links(plan, cluster, in_step=True), cluster.rates
-    assert rates is not None
-    asked = what_is_asked(plan, cluster, moved, turn_tokens(cluster, token_bytes))
+    plan: with its cluster and shape."""
+    cluster, shape = plan.cluster, plan.shape
+    assert cluster is not None and shape is not None
+    asked = what_is_asked(plan, cluster, plan_links(plan, cluster, in_step=True), least_turn(plan, cluster, shape))
     forward, backward = (
-        launches * rates.operation_seconds + messages * rates.post_seconds
+        rounds.host_seconds(cluster, launches, messages)
         for launches, messages in zip(asked.launches, asked.messages, strict=True)
     )
     return forward, backward

@@ -20,7 +20,7 @@ from balancing.sequences import (
     plan_sequences,
     step_cost,
 )
-from balancing.sequences.cost import TILE, attention_seconds, hidden_tokens, kv_bytes, tile_area
+from balancing.sequences.cost import TILE, attention_seconds, hidden_tokens, kv_bytes, least_turn, tile_area
 from balancing.sequences.engine.program import Compute, Wait
 from balancing.sequences.planners.chunks import _evened
 from balancing.sequences.planners.dealing import joined, piece_area
@@ -365,7 +365,8 @@ def test_rounds_of_the_model_are_those_of_the_program(method, window):
         plan = plan_sequences(batch, cluster, shape=MODEL, method=method)
         plan = plan if window is None else in_window(plan, window)
         copies = bool(plan_links(plan, cluster).copies.any())
-        rounds = sum(plan_rounds(plan, cluster, turn_tokens(cluster, kv_bytes(MODEL)), copies))
+        counted = plan_rounds(plan, cluster, least_turn(plan, cluster, MODEL), copies)
+        rounds = counted.rings + counted.turns
         found = []
         for rank in range(ranks):
             program = compile_rank(plan, rank).program
@@ -391,7 +392,7 @@ def test_launches_messages_and_the_host_cost_time():
     late = step_cost(plan, replace(quiet, message_seconds=1e-3), MHA)
     assert late.exchange - free.exchange == pytest.approx(MHA.layers * 9 * 1e-3)
     slow = step_cost(plan, replace(quiet, host_seconds=1.0), MHA)
-    assert slow.total == slow.host > MHA.layers * asked.operations
+    assert slow.total == slow.host > MHA.layers * (sum(asked.launches) + sum(asked.messages))
     assert step_cost(plan, replace(quiet, host_seconds=1e-9), MHA).total == free.total
 
 
@@ -401,15 +402,30 @@ def test_turns_are_sized_in_bytes():
     rates = np.array([cluster.intra_node_bandwidth, cluster.nic_bandwidth])
     seconds = np.array(least) * kv_bytes(MODEL) / rates
     assert seconds == pytest.approx(8 * cluster.message_seconds, rel=0.01), "latency is an eighth of a turn"
-    slow = [turn_tokens(replace(cluster, host_seconds=host), kv_bytes(MODEL)) for host in (2e-5, 4e-5)]
+    slow = [turn_tokens(replace(cluster, host_seconds=host), kv_bytes(MODEL)) for host in (4e-5, 8e-5)]
     seconds = np.array(slow) * kv_bytes(MODEL) / rates
-    assert (seconds > 3e-4).all() and seconds[1] - seconds[0] == pytest.approx(16 * 2e-5, rel=0.01), "16 operations"
+    assert (seconds > 2e-4).all() and seconds[1] - seconds[0] == pytest.approx(5 * 4e-5, rel=0.01), "5 operations"
+    rows = turn_tokens(cluster, kv_bytes(MODEL), rows=1e-3)
+    assert np.array(rows) * kv_bytes(MODEL) / rates == pytest.approx(1e-3 + 4 * cluster.launch_seconds, rel=0.01)
     assert turn_tokens(cluster, kv_bytes(MHA)).inter == pytest.approx(least.inter / 8, rel=0.01)
     assert number_of_turns([0, 99, 100, 250, 10_000], 100).tolist() == [1, 1, 1, 2, 8]
     assert turn_tokens(replace(cluster, **NO_LATENCY), 1024) == TurnTokens(1, 1)
     alone = replace(cluster, nodes=1, nic_bandwidth=float("inf"))
     assert turn_tokens(alone, 2048).intra == least.intra
     assert turn_tokens(replace(alone, **NO_LATENCY), 2048) == TurnTokens(1, 1), "nor does a link that is not there cost"
+
+
+def test_a_host_that_runs_ahead_costs_no_turns():
+    """By hand: with eight turns on both levels the host starts 266 operations of attention, five of a turn forward."""
+    cluster = replace(nodes_of(2, 8), host_seconds=4e-5)
+    most = 266 * 4e-5
+    link = cluster.nic_bandwidth * len(cluster.nics(0)) / 1024
+    for device, share in ((0.0, 1.0), (most / 2, 1.0), (most, 1.0), (most / 0.75, 0.5), (2 * most, 0.0), (1.0, 0.0)):
+        assert turn_tokens(cluster, 1024, device=device).inter == max(1, int(share * 5 * 4e-5 * link)), device
+    few, many = ([tokens] * 16 for tokens in (256, 32768))
+    plans = [plan_sequences(batch, cluster, shape=MHA, method="gather") for batch in (few, many)]
+    slow, quick = (least_turn(plan, cluster, MHA).inter for plan in plans)
+    assert slow > 100 and quick == 1
 
 
 def test_hybrid_of_the_installed_megatron():

@@ -31,7 +31,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from balancing.cluster import Cluster
-from balancing.sequences.cost import routing_pays
+from balancing.sequences.cost import least_turn, routing_pays
 from balancing.sequences.engine.gather import Transfer, gathering
 from balancing.sequences.engine.program import (
     LAYOUT_CHANGES,
@@ -52,7 +52,7 @@ from balancing.sequences.engine.program import (
 )
 from balancing.sequences.engine.routing import Routing, Slice, TokenBytes, check_routing, routes
 from balancing.sequences.engine.row_indices import RowTable, make_table
-from balancing.sequences.rounds import TurnTokens, turn_tokens
+from balancing.sequences.rounds import TurnTokens
 from balancing.sequences.sequence_plan import SequencePlan, Shard, by_sequence, join_adjacent, runs_of
 
 __all__ = ["RankProgram", "compile_rank", "make_program"]
@@ -101,7 +101,7 @@ def compile_rank(plan: SequencePlan, rank: int, *, routing: Routing = "auto") ->
         )
     check_routing(routing)
     token_bytes = TokenBytes.of(plan, shape)
-    turns = turn_tokens(cluster, token_bytes.kv)
+    turns = least_turn(plan, cluster, shape)
     slices: dict[TransferGroup, list[Slice]] = {}
     if routing != "off" and cluster.nodes > 1:
         if cluster.world_size != plan.ranks:
