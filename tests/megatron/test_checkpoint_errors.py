@@ -123,7 +123,7 @@ def _fails_to_load(argv: list[str]) -> tuple[object, str]:
 def test_the_record_is_of_the_checkpoint_that_megatron_loads(tmp_path, monkeypatch, step, newest):
     from megatron.core import dist_checkpointing
 
-    monkeypatch.setattr(dist_checkpointing, "check_is_distributed_checkpoint", lambda checkpoint_path: True)
+    monkeypatch.setattr(dist_checkpointing, "check_is_distributed_checkpoint", lambda checkpoint_dir: True)
     monkeypatch.setattr(dist_checkpointing, "load_common_state_dict", lambda checkpoint_dir: {"args": checkpoint_dir})
     for folder, iteration in ((tmp_path, 500), (tmp_path / "non_persistent", 730)):
         folder.mkdir(exist_ok=True)
