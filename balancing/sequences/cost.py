@@ -214,8 +214,8 @@ def _attention(
 def _rank_seconds(
     plan: SequencePlan, cluster: Cluster, shape: AttentionShape, turn_tokens: TurnTokens
 ) -> tuple[np.ndarray, np.ndarray]:
-    rounds = plan_rounds(plan, cluster, turn_tokens).calls
-    return attention_rank_seconds(attention_work(plan, rounds), cluster, shape)
+    rings, turns = plan_rounds(plan, cluster, turn_tokens)
+    return attention_rank_seconds(attention_work(plan, rings + turns), cluster, shape)
 
 
 def extra_pairs(plan: SequencePlan, cluster: Cluster, shape: AttentionShape) -> np.ndarray:
@@ -240,7 +240,7 @@ class AttentionWork(NamedTuple):
 
 
 def attention_work(plan: SequencePlan, rounds: np.ndarray) -> AttentionWork:
-    """The work of each rank. rounds: int [rank], those with a call (`rounds.Rounds.calls`).
+    """The work of each rank. rounds: int [rank], rounds that bring the rank keys (`rounds.plan_rounds`).
 
     A rank's own tokens of a document are one piece of its first call. Tokens that see gathered keys are a piece of the
     call of each turn that brings such keys, at least a tile of them. On a ring they are one in each round.
@@ -277,7 +277,7 @@ def least_turn(plan: SequencePlan, cluster: Cluster, shape: AttentionShape) -> T
     device = sum(_long_seconds(float(plan.area.max(initial=0)), cluster, flops))
     device += linear_seconds(int(plan.linear_tokens.max(initial=0)), cluster, shape) / shape.layers
     rows = 0.0
-    if cluster.rates is not None:
+    if cluster.rates is not None and plan.sees_all:  # in a window each query is computed once
         most, one = (_turn_work(plan, np.full(plan.ranks, turns)) for turns in (MOST_TURNS, 1))
         queries, pieces = ((more - less) / (MOST_TURNS - 1) for more, less in zip(most, one, strict=True))
         rows = float(cluster.rates.forward.seconds(0.0, queries, pieces, flops).max(initial=0.0))

@@ -56,7 +56,7 @@ def turn_tokens(cluster: Cluster, kv_bytes: float, *, rows: float = 0.0, device:
     """The least tokens of a turn on a cluster.
 
     kv_bytes: bytes of one token's keys and values in one layer.
-    rows: seconds of the device, forward, for queries that meet keys once more.
+    rows: seconds of the device, forward, for queries that meet keys once more; 0 where each is computed once.
     device: seconds of a layer on the device, forward and backward; 0 if it waits for the host.
     """
     calls = _TURN[0] + 2  # with its call and its merge
@@ -76,7 +76,7 @@ def host_seconds(cluster: Cluster, launches: int, messages: int) -> float:
 
 def _host_share(cluster: Cluster, device: float) -> float:
     """The part of a turn's operations that the device waits for, 0 to 1. device: as in `turn_tokens`."""
-    turns = 2 * MOST_TURNS  # inside a node and between nodes
+    turns = MOST_TURNS * (1 + (cluster.nodes > 1))
     launches = 2 + sum(_PASS) + (3 + sum(_TURN)) * turns  # two calls, and two calls and a merge a turn
     most = host_seconds(cluster, launches, sum(_MESSAGES) * turns)
     return min(1.0, max(0.0, (most / device - _AHEAD) / (1 - _AHEAD))) if device else 1.0
@@ -102,26 +102,11 @@ class Asked:
     messages: tuple[int, int]
 
 
-class Rounds(NamedTuple):
-    """Rounds that bring ranks keys, int64 [rank]; those inside nodes and between nodes added.
-
-    rings: of rings.
-    turns: of gathering.
-    waited: turns that the rank waits for before its first call, which computes their keys, too.
-    """
-
-    rings: np.ndarray
-    turns: np.ndarray
-    waited: np.ndarray
-
-    @property
-    def calls(self) -> np.ndarray:
-        """Rounds with a call of attention of their own."""
-        return np.asarray(self.rings + self.turns - self.waited)
-
-
-def plan_rounds(plan: SequencePlan, cluster: Cluster, turn_tokens: TurnTokens, copies: bool = False) -> Rounds:
-    """The rounds of all ranks. Turns of keys in a sliding window count as if none was waited for.
+def plan_rounds(
+    plan: SequencePlan, cluster: Cluster, turn_tokens: TurnTokens, copies: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
+    """Rounds of rings, int64 [rank], and turns of gathering, int64 [rank]; those inside nodes and between nodes added.
+    A turn that is waited for counts as any other: it saves a call, and costs the wait.
 
     plan: the plan of the batch.
     cluster: the cluster of at least the plan's ranks.
@@ -129,9 +114,8 @@ def plan_rounds(plan: SequencePlan, cluster: Cluster, turn_tokens: TurnTokens, c
     copies: whether keys of other nodes are copied inside a node, one round after their arrival.
     """
     if not plan.sees_all:
-        none = np.zeros(plan.ranks, dtype=np.int64)
-        return Rounds(none, _reaching(plan, cluster, copies), none)
-    sequence, start, stop, rank = plan.table[np.lexsort((plan.table[:, 1], plan.table[:, 0]))].T
+        return np.zeros(plan.ranks, dtype=np.int64), _reaching(plan, cluster, copies)
+    sequence, start, _, rank = plan.table[np.lexsort((plan.table[:, 1], plan.table[:, 0]))].T
     node = rank // cluster.ranks_per_node
     begins = np.flatnonzero(np.diff(sequence, prepend=-1))
     # The first token of a sequence on another node than its first shard's.
@@ -144,11 +128,9 @@ def plan_rounds(plan: SequencePlan, cluster: Cluster, turn_tokens: TurnTokens, c
     whole, holder = np.divmod(member, plan.ranks)
     last = np.zeros(len(member), dtype=np.int64)  # start of the member's last shard
     np.maximum.at(last, which, start)
-    begun = np.bincount(which, (stop - start) * (start < last[which])).astype(np.int64)  # own tokens before that shard
     members = np.bincount(whole, minlength=len(plan.lengths))
     how = np.array(plan.exchange)[whole]
-    rings, turns, waited = np.zeros((3, 2, plan.ranks), dtype=np.int64)
-    waits = plan.shape is None or plan.shape.latent is None
+    rings, turns = np.zeros((2, 2, plan.ranks), dtype=np.int64)
     over_nodes = elsewhere[whole] < np.iinfo(np.int64).max
     needs_far = (last > 0) & ((holder // cluster.ranks_per_node != first_node[whole]) | (elsewhere[whole] < last))
     per_node = cluster.ranks_per_node
@@ -166,10 +148,8 @@ def plan_rounds(plan: SequencePlan, cluster: Cluster, turn_tokens: TurnTokens, c
                 needs = np.repeat(prefix.any(1), per_node)[: plan.ranks]
         else:
             tokens = np.bincount(holder[counted], last[counted], plan.ranks).astype(np.int64)
-        own = 0 if level else np.bincount(holder[counted], begun[counted], plan.ranks)
         turns[int(level)] = np.where(needs, number_of_turns(tokens, turn_tokens[level]) + (level and copies), 0)
-        waited[int(level)] = needs & (tokens - own < turn_tokens[level]) & waits
-    return Rounds(rings.sum(0), turns.sum(0), waited.sum(0))
+    return rings.sum(0), turns.sum(0)
 
 
 def _reaching(plan: SequencePlan, cluster: Cluster, copies: bool) -> np.ndarray:
@@ -191,21 +171,21 @@ def what_is_asked(plan: SequencePlan, cluster: Cluster, moved: LinkTokens, turn_
     plan, cluster, turn_tokens: as in `plan_rounds`.
     moved: tokens on links in forward.
     """
-    found = plan_rounds(plan, cluster, turn_tokens, bool(moved.copies.any()))
-    rings, turns, _ = found
+    rings, turns = plan_rounds(plan, cluster, turn_tokens, bool(moved.copies.any()))
+    rounds = rings + turns
     # A rank sends and receives one message in every round of a ring. A turn of gathering is one collective.
     messages = 2 * rings + turns
-    calls = 1 + found.calls + (rings > 0)
+    calls = 1 + rounds + (rings > 0)
     launches = [
         calls + per_pass + per_ring * rings + per_turn * turns
         for per_pass, per_ring, per_turn in zip(_PASS, _RING, _TURN, strict=True)
     ]
     if plan.sees_all:
-        launches[0] += found.calls  # merges
+        launches[0] += rounds  # merges
     total = launches[0] + launches[1] + sum(_MESSAGES) * messages
     most = int(total.argmax())
     return Asked(
-        int(rings[most] + turns[most]),
+        int(rounds[most]),
         (int(launches[0][most]), int(launches[1][most])),
         (int(messages[most]) * _MESSAGES[0], int(messages[most]) * _MESSAGES[1]),
     )

@@ -139,7 +139,7 @@ class Scale:
 
     @property
     def engine_cluster(self) -> Cluster:
-        """The cluster for which the engine plans routes: emulated bytes/s and FLOP/s at the modelled pace.
+        """The cluster for which the engine plans routes and turns: emulated bytes/s and FLOP/s at the modelled pace.
 
         Messages of emulated bytes are routed exactly as those of the modelled machine.
         """
@@ -217,6 +217,7 @@ def predicted_seconds(case: Case, method: Method, cluster: Cluster) -> float:
 
 def host_seconds(plan: SequencePlan) -> tuple[float, float]:
     """Modelled seconds of the host for attention of one layer, forward and backward, on the rank with most operations.
+
     plan: with its cluster and shape."""
     cluster, shape = plan.cluster, plan.shape
     assert cluster is not None and shape is not None

@@ -365,8 +365,7 @@ def test_rounds_of_the_model_are_those_of_the_program(method, window):
         plan = plan_sequences(batch, cluster, shape=MODEL, method=method)
         plan = plan if window is None else in_window(plan, window)
         copies = bool(plan_links(plan, cluster).copies.any())
-        counted = plan_rounds(plan, cluster, least_turn(plan, cluster, MODEL), copies)
-        rounds = counted.rings + counted.turns
+        rounds = sum(plan_rounds(plan, cluster, least_turn(plan, cluster, MODEL), copies))
         found = []
         for rank in range(ranks):
             program = compile_rank(plan, rank).program
@@ -422,6 +421,8 @@ def test_a_host_that_runs_ahead_costs_no_turns():
     link = cluster.nic_bandwidth * len(cluster.nics(0)) / 1024
     for device, share in ((0.0, 1.0), (most / 2, 1.0), (most, 1.0), (most / 0.75, 0.5), (2 * most, 0.0), (1.0, 0.0)):
         assert turn_tokens(cluster, 1024, device=device).inter == max(1, int(share * 5 * 4e-5 * link)), device
+    alone = replace(cluster, nodes=1)  # 138 operations
+    assert turn_tokens(alone, 1024, device=276 * 4e-5).intra == 1 < turn_tokens(alone, 1024, device=200 * 4e-5).intra
     few, many = ([tokens] * 16 for tokens in (256, 32768))
     plans = [plan_sequences(batch, cluster, shape=MHA, method="gather") for batch in (few, many)]
     slow, quick = (least_turn(plan, cluster, MHA).inter for plan in plans)
