@@ -34,6 +34,27 @@ def test_the_variable_has_settings_and_experts_are_the_default(choice):
     )
 
 
+def _differing() -> str:
+    import os
+
+    import torch.distributed as dist
+
+    from megatron.balanced.loops.choice import Choice
+
+    dist.init_process_group("gloo")
+    choice = Choice(experts=ExpertConfig(enabled=True, late_slots=int(os.environ["RANK"])))
+    try:
+        choice.around([], None)
+    except ValueError as error:
+        return str(error)
+    return "taken"
+
+
+def test_ranks_that_have_other_settings_are_refused(pool):
+    """They would hang in the first collective that some of them leave out."""
+    assert all("set that and MEGATRON_BALANCE alike on all nodes" in line for line in pool.run(2, _differing))
+
+
 @pytest.mark.parametrize(
     "text, says",
     [

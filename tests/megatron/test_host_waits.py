@@ -108,7 +108,7 @@ def _waits(argv: list[str]) -> Counter[tuple[str, str]]:
         def end_step(self) -> None:
             counter.on = FIRST - 1 <= self.iteration < LAST - 1
 
-    train_rank(argv, False, callbacks=[Window()])
+    assert train_rank(argv, False, callbacks=[Window()]).replicas != 0, "no expert had a replica"
     return counter.waits
 
 

@@ -31,6 +31,18 @@ def _kinds(folder: Any) -> set[tuple[str, str]]:
     return {(line["kind"], line["way"]) for line in measured_lines(folder)}
 
 
+def test_a_report_is_read_once(tmp_path, monkeypatch):
+    """It may be of a job that still writes it, and ranks compare what they have read."""
+    from megatron.balanced.trainer import config
+
+    read: list[Any] = []
+    monkeypatch.setattr(config, "measured_lines", lambda directory: read.append(directory) or [])
+    monkeypatch.setattr(config, "measured_cluster", lambda base, lines: (base, "measured"))
+    given = config.BalanceConfig(cluster=str(tmp_path))
+    assert config.cluster_from_flags(given, 8) is config.cluster_from_flags(given, 8) is not None
+    assert read == [str(tmp_path)]
+
+
 def test_experts_are_planned_by_measured_rates_from_the_middle_of_a_run(pool, tmp_path):
     flags = (
         f"{EP2} --balance-experts {settings('experts', min_gain=0)} --cluster auto --balance-report {tmp_path} {OFTEN}"

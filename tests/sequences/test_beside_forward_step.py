@@ -59,7 +59,7 @@ def packed(pool, tmp_path_factory) -> Packed:
 
 SKIPPING = {
     "CP 2": (2, f"{CP} 2"),
-    "CP 2, DP 2, one domain, in workers": (4, f"{CP} 2 --num-workers 1"),
+    "CP 2, DP 2, one domain, in workers": (4, f"{CP} 2 --sequence-domain data --num-workers 1"),
     "CP 2, TP 2": (4, f"{CP} 2 {SP}"),
     "CP 2, PP 2, interleaved": (4, f"{CP} 2 {PP} 2 {VPP} 2"),
     "PP 2, DP 2, documents dealt": (4, f"{PP} 2 --sequence-micro-batches"),

@@ -63,6 +63,32 @@ def test_shared_micro_batches_equal_one_rank(packed, layout, loss):
     assert_close(packed.train(ranks, f"{SHARED} {flags} {loss}"), packed.alone(f"{ENDS} {loss}"))
 
 
+def _on_nodes(argv: list[str], per_node: int) -> tuple[RankRun, str]:
+    """One rank of a run, and the cluster that its stage plans for."""
+    import os
+
+    os.environ["LOCAL_WORLD_SIZE"] = str(per_node)
+    from megatron.balanced.sequences.balancer import SequenceBalancer
+
+    clusters, attach = [], SequenceBalancer.begin_schedule
+
+    def begin_schedule(balancer: Any) -> None:
+        clusters.append(repr(balancer._sharing.cluster))
+        attach(balancer)
+
+    SequenceBalancer.begin_schedule = begin_schedule
+    return train_rank(argv, True), clusters[0]
+
+
+def test_stages_that_lie_on_nodes_unlike_have_one_plan(packed):
+    """Two ranks of a stage are on one node at the ends of the pipeline, and on two nodes in the middle."""
+    layout = f"{PP} 3 --pipeline-model-parallel-layout E|tttt|L"
+    argv = packed.from_start(f"{SHARED} {layout}")
+    ranks = packed.pool.run(6, _on_nodes, argv, 3)
+    assert len({cluster for _, cluster in ranks}) == 1
+    assert_close(join([run for run, _ in ranks]), packed.alone(ENDS))
+
+
 def _have_groups(members: int = 2) -> None:
     """Have a domain consist of groups with so few data-parallel ranks."""
     from balancing.sequences.planners import groups

@@ -41,11 +41,11 @@ def moving_rank(argv: list[str], plans: Plans) -> tuple[RankRun, dict[str, Any]]
     """The body of one rank. Returns the run, and this rank's pieces of the optimizer's state."""
     from megatron.balanced.shared.optimizer_state import states_of
 
-    seen: dict[str, Any] = {}
+    seen: dict[str, Any] = {"layouts": {}}
 
     def see(balancer: Any) -> None:
+        seen["layouts"][balancer.iteration] = tuple(tuple(map(len, stage)) for stage in balancer.mover.plan.chunks)
         if balancer.iteration == balancer._planner._iterations - 1:
-            seen["layers"] = balancer.mover.plan.chunks
             seen["state"] = _state_of(balancer.mover, states_of(balancer.run.optimizer))
 
     move_at(plans)
@@ -94,7 +94,7 @@ def train_moving(
     """Train with the layers of each chunk as `plans` says from the given iterations on. body: of one rank."""
     argv = [*(MODEL + MOCK_DATA if base is None else base), *flags.split(), "--balance-layers"]
     ranks = pool.run(world_size, body, argv, plans)
-    if plans:
-        counts = tuple(tuple(map(len, stage)) for stage in ranks[0][1]["layers"])
-        assert counts == plans[max(plans)], "nothing moved"
+    layouts = ranks[0][1]["layouts"]
+    assert all(layouts[step] == plan for step, plan in plans.items()), "not every plan was followed"
+    assert not plans or len(set(layouts.values())) > 1 or list(plans) == [0], "nothing moved"
     return join([run for run, _ in ranks]), _whole([seen["state"] for _, seen in ranks])

@@ -45,16 +45,19 @@ class RankRun:
     grad_norms: list[float] = field(default_factory=list)
     validation: list[float] = field(default_factory=list)
     pieces: dict[str, list[Piece]] = field(default_factory=dict)
+    replicas: int | None = None  # of its layers, over all iterations; None without a balancer of experts
 
 
 @dataclass(frozen=True)
 class Run:
-    """A whole run: the loss of each iteration and, if asked for, the final parameters by name."""
+    """A whole run: the loss of each iteration and, if asked for, the final parameters by name; and the replicas that
+    experts had, None without a balancer of experts."""
 
     losses: list[float]
     grad_norms: list[float]
     validation: list[float]
     parameters: dict[str, np.ndarray]
+    replicas: int | None = None
 
 
 def _pieces(model: list[Any]) -> dict[str, list[Piece]]:
@@ -124,10 +127,20 @@ def watch(keep_parameters: bool, keep_moments: bool = False) -> Callable[[], Ran
     """Record what Megatron's training loop returns from now on. Returns what gives the record at the end."""
     from megatron.training import training
 
+    from megatron.balanced.experts.balancer import ExpertBalancer
+
     run = RankRun()
     models: list[Any] = []
     optimizers: list[Any] = []
     build, step, evaluate = training.setup_model_and_optimizer, training.train_step, training.evaluate
+    end = ExpertBalancer.end_step
+
+    @functools.wraps(end)
+    def end_step(balancer: ExpertBalancer) -> None:
+        for chunk in balancer._chunk_at.values():
+            late = [] if chunk.late is None else chunk.late.copies
+            run.replicas = sum(late, (run.replicas or 0) + sum(layer.placement.replicas for layer in chunk.layers))
+        end(balancer)
 
     @functools.wraps(build)
     def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
@@ -154,6 +167,7 @@ def watch(keep_parameters: bool, keep_moments: bool = False) -> Callable[[], Ran
     training.setup_model_and_optimizer = setup_model_and_optimizer
     training.train_step = train_step
     training.evaluate = evaluate_
+    ExpertBalancer.end_step = end_step
 
     def finish() -> RankRun:
         if keep_parameters:
@@ -194,6 +208,7 @@ def join(ranks: list[RankRun]) -> Run:
         grad_norms=agreed([rank.grad_norms for rank in ranks]),
         validation=agreed([rank.validation for rank in ranks]),
         parameters={name: _assemble(name, parts) for name, parts in pieces.items()},
+        replicas=sum(counts) if (counts := [rank.replicas for rank in ranks if rank.replicas is not None]) else None,
     )
 
 
@@ -206,7 +221,9 @@ def train(
 
 
 def differences(run: Run, reference: Run) -> tuple[float, float]:
-    """The largest relative difference of a loss, and of a parameter tensor in norm."""
+    """The largest relative difference of a loss, and of a parameter tensor in norm. A balancer of experts must have
+    made replicas, as the run without one is what it is compared with."""
+    assert 0 not in (run.replicas, reference.replicas), "no expert had a replica"
     assert len(run.losses) == len(reference.losses) > 0
     assert run.parameters.keys() == reference.parameters.keys()
     losses = max(_difference(*map(np.asarray, pair)) for pair in zip(run.losses, reference.losses, strict=True))

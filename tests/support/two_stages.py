@@ -178,7 +178,9 @@ def train(case: Case, moves: bool) -> Ended:
         if moves:
             balancers.after_step()
             if step in MOVES:
+                before = layers.layout
                 layers.move(MOVES[step])
+                assert layers.layout != before
     for chunk in loop.chunks if distributed else []:
         chunk.start_param_sync(force_sync=True)
     models = unwrap_model(loop.chunks)

@@ -11,9 +11,9 @@ from tests.support.patience import PATIENCE
 REPOSITORY = Path(__file__).resolve().parents[2]
 # Folders -> most lines of their Python files, rounded up to hundreds.
 MOST = {
-    ("balancing", "megatron"): 44_400,
+    ("balancing", "megatron"): 44_500,
     ("balancing_tools",): 4_900,
-    ("tests",): 52_300,
+    ("tests",): 52_400,
     ("benchmarks", "scripts"): 12_900,
 }
 

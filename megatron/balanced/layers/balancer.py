@@ -183,6 +183,7 @@ class LayerBalancer(StepCallback):
                 f"{1 - then / now:.1%} shorter ({choice.reason})"
             )
         before = self.mover.plan
+        self.mover.agree(choice.plan)  # to keep the layout, too
         if choice.plan.chunks == before.chunks:
             ranks = dist.get_world_size()
             if choice.action == "keep" and self._repacker.consider(

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.core import mpu
 
 from balancing.messages import connect
-from megatron.balanced.shared.process_groups import duplicate_group, gather_objects, options_like
+from megatron.balanced.shared.process_groups import duplicate_group, gather_objects, options_like, pipeline_group
 
 __all__ = ["MoveGroups"]
 
@@ -40,8 +40,8 @@ class MoveGroups:
 
     def renew(self) -> None:
         """Make the groups across stages anew: ranks have left the job, but none left the group of its stage."""
-        self._pipeline_hosts = duplicate_group(_pipeline(), self._minutes, on_host=True)
-        self.tensors = dist.new_group(timeout=self.timeout, pg_options=options_like(_pipeline(), self.timeout))
+        self._pipeline_hosts = duplicate_group(pipeline_group(), self._minutes, on_host=True)
+        self.tensors = dist.new_group(timeout=self.timeout, pg_options=options_like(pipeline_group(), self.timeout))
         rank, per_stage = dist.get_rank(), dist.get_world_size(self._stage_hosts)
         # Ranks with equal tensors share transfers, so most weights come from the same place in a neighbouring stage.
         connect(self.tensors, (rank - per_stage, rank + per_stage))
@@ -55,8 +55,3 @@ class MoveGroups:
     def along_pipeline(self, local: Any) -> list[Any]:
         """All-gather an object over the ranks that have this rank's place in each stage, in the order of stages."""
         return gather_objects(local, self._pipeline_hosts)
-
-
-def _pipeline() -> dist.ProcessGroup:
-    process_groups = mpu.get_pipeline_model_parallel_group()  # Megatron-LM may have several of the same ranks
-    return process_groups[0] if isinstance(process_groups, list) else process_groups

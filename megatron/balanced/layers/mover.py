@@ -219,7 +219,7 @@ class LayerMover:
         leave the job, once no other rank needs them.
         """
         plan = plan.with_tail_of(self.plan)
-        self._agree(plan)
+        self.agree(plan)
         if not self._knows_structures:
             self._check_structures()
         begin = time.perf_counter()
@@ -237,7 +237,8 @@ class LayerMover:
         sent_bytes, move_ms, rebuild_ms, peaks = zip(*took, strict=True)
         return Moved(sum(sent_bytes), max(move_ms), max(rebuild_ms), max(peaks))
 
-    def _agree(self, plan: StagePlan) -> None:
+    def agree(self, plan: StagePlan) -> None:
+        """Raise RuntimeError if ranks have other plans. All ranks call it together."""
         if plan.layers != self.plan.layers:
             raise ValueError(f"the plan has {plan.layers} layers, and the model {self.plan.layers}")
         digest = hashlib.sha256(repr((self.plan.chunks, plan.chunks)).encode()).hexdigest()

@@ -11,12 +11,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
+
 from balancing.cluster import Cluster
 from balancing.experts.config import ExpertConfig
 from balancing.sequences.config import SequenceConfig
 from megatron.balanced.loop import Balancers, ExpertBalancer, SequenceBalancer
 from megatron.balanced.shared.callbacks import StepCallback
 from megatron.balanced.shared.job import Job
+from megatron.balanced.shared.process_groups import gather_objects
 
 __all__ = ["VARIABLE", "Choice"]
 
@@ -59,6 +62,12 @@ class Choice:
     ) -> Balancers:
         """Make and install the balancers of these model chunks. All ranks call it together. before: as for
         `Balancers`."""
+        told = repr((self.experts, self.sequences, self.cluster, os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")))
+        if len({*gather_objects(told, dist.group.WORLD)}) > 1:
+            raise ValueError(
+                "ranks have other settings of balancers or another CUDA_DEVICE_MAX_CONNECTIONS; set that and "
+                f"{VARIABLE} alike on all nodes"
+            )
         made: list[StepCallback] = []
         if self.experts is not None:
             made.append(ExpertBalancer(chunks, self.experts, job=job, cluster=self.cluster, report=self.report))

@@ -80,6 +80,8 @@ class SequenceBalancer(StepCallback):
         shape = attention_shape(model, getattr(unwrap_model(self.chunks)[0], "hybrid_layer_pattern", None))
         options = {"timed": report is not None, "had_kernel": had_kernel}
         self._sharing = Sharing.connect(self.config, model, shape, cluster, facts.timeout_minutes, **options)
+        if len({*self._sharing.compare("the start", report is not None)}) > 1:
+            raise ValueError("some ranks have a `report` and others none; give it on all: one rank of a domain reports")
         nccl = runs_nccl(self._sharing.layers)
         check_graphs(self.config, model, nccl=nccl, timed=report is not None)
         self.kernel = self._sharing.kernel

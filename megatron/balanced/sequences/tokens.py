@@ -29,7 +29,13 @@ from megatron.balanced.sequences.events import StepRecord
 from megatron.balanced.sequences.planner import Planner
 from megatron.balanced.sequences.shape import heads_of_rank
 from megatron.balanced.shared.log import print_once
-from megatron.balanced.shared.process_groups import cluster_of, duplicate_group, gather_objects, split_group
+from megatron.balanced.shared.process_groups import (
+    cluster_of,
+    duplicate_group,
+    gather_objects,
+    pipeline_group,
+    split_group,
+)
 
 __all__ = ["Sharing", "Tokens", "by_value"]
 
@@ -101,12 +107,17 @@ class Sharing:
         else:  # Megatron-LM reduces gradients in its own group meanwhile
             process_group = mpu.get_data_parallel_group(with_context_parallel=True)
             layers = duplicate_group(process_group, timeout_minutes)
+        cluster = cluster_of(dist.get_process_group_ranks(process_group), machine)
+        nodes = gather_objects(cluster.nodes, dist.group.WORLD)
+        if len({nodes[rank] for rank in dist.get_process_group_ranks(pipeline_group())}) > 1:
+            # Stages hold the same tokens, so they need the same plans, however they lie on nodes.
+            cluster = cluster.relabel(1, cluster.world_size)
         return cls(
             domain,
             process_group,
             layers,
             duplicate_group(process_group, timeout_minutes, on_host=True),
-            cluster_of(dist.get_process_group_ranks(process_group), machine).with_kernel(kernel.name),
+            cluster.with_kernel(kernel.name),
             config,
             model,
             shape,

@@ -20,6 +20,7 @@ __all__ = [
     "duplicate_group",
     "gather_objects",
     "options_like",
+    "pipeline_group",
     "split_group",
 ]
 
@@ -75,6 +76,14 @@ def duplicate_group(group: dist.ProcessGroup, timeout_minutes: float, *, on_host
     Raises SocketLimitError if `on_host` and this rank may not open a socket to each rank.
     """
     return _new_group(dist.get_process_group_ranks(group), group, timeout_minutes, on_host)
+
+
+def pipeline_group() -> dist.ProcessGroup:
+    """The process group of the ranks that have this rank's place in each stage."""
+    from megatron.core import mpu  # command lines that need no Megatron-LM import this file
+
+    process_groups = mpu.get_pipeline_model_parallel_group()  # Megatron-LM may have several of the same ranks
+    return process_groups[0] if isinstance(process_groups, list) else process_groups
 
 
 def split_group(group: dist.ProcessGroup, parts: int, timeout_minutes: float) -> dist.ProcessGroup:

@@ -12,11 +12,13 @@ import hashlib
 import itertools
 import json
 import os
+import platform
 import re
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -92,6 +94,8 @@ def _values(args: argparse.Namespace, config: BalanceConfig) -> dict[str, str]:
     return told | {
         "the version of Megatron-Balance": balancing.__version__,
         "the hash of its source": _source(),
+        "the version of Python": platform.python_version(),
+        "the version of NumPy": np.__version__,
         "the version of torch": torch.__version__,
         "the version of megatron-core": sys.modules["megatron.core"].__version__,
         "the content of --cluster": repr(cluster_from_flags(config, args.world_size)),

@@ -7,6 +7,7 @@ The settings of each balancer are a dataclass of `balancing`. They come from fla
 import argparse
 import dataclasses
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -238,17 +239,20 @@ def rates_line(config: BalanceConfig, cluster: Cluster | None) -> str:
 
 
 def cluster_from_flags(config: BalanceConfig, world_size: int) -> Cluster | None:
-    """The cluster that `--cluster` describes. None without that flag, and for `auto` without measurements yet.
+    """The cluster that `--cluster` describes, read once. None without that flag, and for `auto` without measurements
+    yet.
 
     Raises ValueError if it does not fit the ranks of this job.
     """
-    given = config.cluster
-    if given is None:
-        return None
-    per_node = detect_launch().ranks_per_node
-    if given == AUTO and config.balance_report is None:
+    if config.cluster == AUTO and config.balance_report is None:
         raise ValueError("--cluster auto takes what --balance-report measures; add --balance-report DIR")
-    folder = config.balance_report if given == AUTO else given if Path(given).is_dir() else None
+    ranks = world_size, detect_launch().ranks_per_node
+    return None if config.cluster is None else _read_cluster(config.cluster, config.balance_report, *ranks)
+
+
+@cache  # what ranks have compared is what they plan by, though a report that is named may grow meanwhile
+def _read_cluster(given: str, report: Path | str | None, world_size: int, per_node: int) -> Cluster | None:
+    folder = report if given == AUTO else given if Path(given).is_dir() else None
     if folder is None:
         return Cluster.from_spec(given, world_size, ranks_per_node=per_node)
     base = default_machine(on_cpus=is_cpu()).relabel(max(1, world_size // per_node), min(per_node, world_size))

@@ -105,7 +105,7 @@ class QuotaPlanner(Problem):
         experts = len(self.home)
         held = np.zeros((self.ranks, experts + 1), dtype=bool)  # the last column is for empty slots, -1
         held[self.home, np.arange(experts)] = True
-        held[:, np.argsort(total)[: experts // 2]] = True
+        held[:, np.argsort(total, kind="stable")[: experts // 2]] = True
         held[np.arange(self.ranks)[:, None], slots] = True
         rank, expert = np.nonzero(~held)
         expert[expert == experts] = -1
