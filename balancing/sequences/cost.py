@@ -166,7 +166,7 @@ def _layers_cost(
     """
     latents = shape.latent is not None and plan.sees_all
     moved = plan_links(plan, cluster, in_step=True)
-    sent_bytes = token_bytes(shape) if latents else kv_bytes(shape)
+    sent_bytes = _sent_bytes(plan, shape)
     numbers = (shape.heads + shape.kv_heads) * (shape.head_size + shape.value_size)  # q, k, v to attention; output back
     if routed is None and cluster.nodes > 1:
         pair = pair_flops(shape.heads, shape.head_size, shape.value_size)
@@ -273,17 +273,16 @@ def _turn_work(plan: SequencePlan, rounds: np.ndarray) -> tuple[np.ndarray, np.n
 
 def least_turn(plan: SequencePlan, cluster: Cluster, shape: AttentionShape) -> TurnTokens:
     """The least tokens of a turn of gathering: what a turn costs follows from the plan. The same on all ranks."""
-    flops = pair_flops(shape.heads, shape.head_size, shape.value_size)
-    device = sum(_long_seconds(float(plan.area.max(initial=0)), cluster, flops))
-    device += linear_seconds(int(plan.linear_tokens.max(initial=0)), cluster, shape) / shape.layers
+    attention = attention_seconds(float(plan.area.max(initial=0)), cluster, shape)
+    device = (attention + linear_seconds(int(plan.linear_tokens.max(initial=0)), cluster, shape)) / shape.layers
     rows = 0.0
     if cluster.rates is not None and plan.sees_all:  # in a window each query is computed once
         most, one = (_turn_work(plan, np.full(plan.ranks, turns)) for turns in (MOST_TURNS, 1))
         queries, pieces = ((more - less) / (MOST_TURNS - 1) for more, less in zip(most, one, strict=True))
-        rows = float(cluster.rates.forward.seconds(0.0, queries, pieces, flops).max(initial=0.0))
-    sent = token_bytes(shape) if plan.sees_all else kv_bytes(shape)
+        forward, _ = attention_rank_seconds(AttentionWork(np.zeros(plan.ranks), queries, pieces), cluster, shape)
+        rows = float(forward.max(initial=0.0))
     ranks = shape.tensor_parallel
-    return turn_tokens(cluster, sent / ranks, rows=rows / ranks, device=device / ranks)
+    return turn_tokens(cluster, _sent_bytes(plan, shape) / ranks, rows=rows / ranks, device=device / ranks)
 
 
 def attention_rank_seconds(
@@ -425,6 +424,11 @@ def latent_bytes(shape: AttentionShape) -> int:
 def token_bytes(shape: AttentionShape) -> int:
     """Bytes that are sent of a token in layers that see all tokens: its latent if it has one, else keys and values."""
     return kv_bytes(shape) if shape.latent is None else latent_bytes(shape)
+
+
+def _sent_bytes(plan: SequencePlan, shape: AttentionShape) -> int:
+    """Bytes that are sent of a token in the layers of a plan. Keys in a sliding window are sent themselves."""
+    return token_bytes(shape) if plan.sees_all else kv_bytes(shape)
 
 
 def linear_seconds(tokens: float, cluster: Cluster, shape: AttentionShape) -> float:

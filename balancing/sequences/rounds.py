@@ -77,9 +77,17 @@ def host_seconds(cluster: Cluster, launches: int, messages: int) -> float:
 def _host_share(cluster: Cluster, device: float) -> float:
     """The part of a turn's operations that the device waits for, 0 to 1. device: as in `turn_tokens`."""
     turns = MOST_TURNS * (1 + (cluster.nodes > 1))
-    launches = 2 + sum(_PASS) + (3 + sum(_TURN)) * turns  # two calls, and two calls and a merge a turn
-    most = host_seconds(cluster, launches, sum(_MESSAGES) * turns)
+    most = host_seconds(cluster, sum(_launches(0, turns)) + turns, sum(_MESSAGES) * turns)  # with merges
     return min(1.0, max(0.0, (most / device - _AHEAD) / (1 - _AHEAD))) if device else 1.0
+
+
+def _launches(rings: Any, turns: Any) -> list[Any]:
+    """Operations on the device without merges, forward and backward, with these rounds of rings and turns."""
+    calls = 1 + rings + turns + (rings > 0)
+    return [
+        calls + per_pass + per_ring * rings + per_turn * turns
+        for per_pass, per_ring, per_turn in zip(_PASS, _RING, _TURN, strict=True)
+    ]
 
 
 def number_of_turns(tokens: Any, least: Any) -> np.ndarray:
@@ -175,11 +183,7 @@ def what_is_asked(plan: SequencePlan, cluster: Cluster, moved: LinkTokens, turn_
     rounds = rings + turns
     # A rank sends and receives one message in every round of a ring. A turn of gathering is one collective.
     messages = 2 * rings + turns
-    calls = 1 + rounds + (rings > 0)
-    launches = [
-        calls + per_pass + per_ring * rings + per_turn * turns
-        for per_pass, per_ring, per_turn in zip(_PASS, _RING, _TURN, strict=True)
-    ]
+    launches = _launches(rings, turns)
     if plan.sees_all:
         launches[0] += rounds  # merges
     total = launches[0] + launches[1] + sum(_MESSAGES) * messages

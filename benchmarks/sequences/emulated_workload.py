@@ -218,7 +218,8 @@ def predicted_seconds(case: Case, method: Method, cluster: Cluster) -> float:
 def host_seconds(plan: SequencePlan) -> tuple[float, float]:
     """Modelled seconds of the host for attention of one layer, forward and backward, on the rank with most operations.
 
-    plan: with its cluster and shape."""
+    plan: with its cluster and shape.
+    """
     cluster, shape = plan.cluster, plan.shape
     assert cluster is not None and shape is not None
     asked = what_is_asked(plan, cluster, plan_links(plan, cluster, in_step=True), least_turn(plan, cluster, shape))

@@ -70,11 +70,11 @@ def _on_nodes(argv: list[str], per_node: int) -> tuple[RankRun, str]:
     os.environ["LOCAL_WORLD_SIZE"] = str(per_node)
     from megatron.balanced.sequences.balancer import SequenceBalancer
 
-    clusters, attach = [], SequenceBalancer.begin_schedule
+    clusters, begin = [], SequenceBalancer.begin_schedule
 
     def begin_schedule(balancer: Any) -> None:
         clusters.append(repr(balancer._sharing.cluster))
-        attach(balancer)
+        begin(balancer)
 
     SequenceBalancer.begin_schedule = begin_schedule
     return train_rank(argv, True), clusters[0]

@@ -90,7 +90,7 @@ def test_time_is_more_even_than_with_equal_areas():
             plan = plan_sequences(batch, replace(cluster, rates=rates), shape=GQA)
             seconds = plan.area + extra_pairs(plan, cluster, GQA)
             found.append(float(seconds.max() / seconds.mean()))
-    assert np.mean(after) < np.mean(before) - 0.02 and max(after) < max(before)
+    assert np.mean(after) - 1 < 0.7 * (np.mean(before) - 1) and max(after) < max(before)
 
 
 @pytest.mark.parametrize("method", ["chunks", "gather"])
@@ -102,9 +102,8 @@ def test_rows_and_pieces_are_those_of_the_calls_of_a_program(distribution, nodes
     cluster = nodes_of(nodes, 8)
     batch = draw_batch(distribution, 4096 * 8 * nodes, np.random.default_rng(1))
     plan = plan_sequences(batch, cluster, shape=GQA, method=method)
-    plan = replace(
-        plan, cluster=replace(cluster, rates=None)
-    )  # where rows cost nothing, so that no keys are waited for
+    # Where rows cost nothing, so that no keys are waited for.
+    plan = replace(plan, cluster=replace(cluster, rates=None))
     work = attention_work(plan, sum(plan_rounds(plan, cluster, TurnTokens(1, 1))))
     rows, pieces = np.zeros(plan.ranks), np.zeros(plan.ranks)
     for rank in range(plan.ranks):

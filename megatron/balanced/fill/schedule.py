@@ -23,7 +23,7 @@ from balancing.layers.simulated_fill import SplitPasses, kept_share, simulate_fi
 from balancing.pipeline.schedule import Schedule, operations
 from megatron.balanced.fill.weight_gradients import WeightGradients, deferring
 from megatron.balanced.shared.callbacks import StepCallback
-from megatron.balanced.shared.process_groups import duplicate_group, gather_objects
+from megatron.balanced.shared.process_groups import duplicate_group, gather_objects, pipeline_group
 
 __all__ = ["FilledSchedule", "WeightGradientFill", "use_filled_schedule", "with_filled_waits"]
 
@@ -96,7 +96,7 @@ class WeightGradientFill(StepCallback):
 
     def attach(self, chunks: list[Any]) -> None:
         self._chunks = chunks
-        self._hosts = duplicate_group(mpu.get_pipeline_model_parallel_group(), self._timeout_minutes, on_host=True)
+        self._hosts = duplicate_group(pipeline_group(), self._timeout_minutes, on_host=True)
         self.gradients = WeightGradients(chunks, self._timed)
         for number, chunk in enumerate(chunks):
             chunk.register_forward_pre_hook(functools.partial(self._begin_forward, number))

@@ -183,8 +183,8 @@ class LayerBalancer(StepCallback):
                 f"{1 - then / now:.1%} shorter ({choice.reason})"
             )
         before = self.mover.plan
-        self.mover.agree(choice.plan)  # to keep the layout, too
         if choice.plan.chunks == before.chunks:
+            self.mover.agree(choice.plan)  # that it stays; a move asks for itself
             ranks = dist.get_world_size()
             if choice.action == "keep" and self._repacker.consider(
                 choice.cost, choice.plan, choice.peaks, self.run.micro_batches, ranks, choice.usable

@@ -238,7 +238,7 @@ class LayerMover:
         return Moved(sum(sent_bytes), max(move_ms), max(rebuild_ms), max(peaks))
 
     def agree(self, plan: StagePlan) -> None:
-        """Raise RuntimeError if ranks have other plans. All ranks call it together."""
+        """Raise RuntimeError if ranks have other plans, ValueError for other layers. All ranks call it together."""
         if plan.layers != self.plan.layers:
             raise ValueError(f"the plan has {plan.layers} layers, and the model {self.plan.layers}")
         digest = hashlib.sha256(repr((self.plan.chunks, plan.chunks)).encode()).hexdigest()

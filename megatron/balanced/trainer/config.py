@@ -244,10 +244,11 @@ def cluster_from_flags(config: BalanceConfig, world_size: int) -> Cluster | None
 
     Raises ValueError if it does not fit the ranks of this job.
     """
+    if config.cluster is None:
+        return None
     if config.cluster == AUTO and config.balance_report is None:
         raise ValueError("--cluster auto takes what --balance-report measures; add --balance-report DIR")
-    ranks = world_size, detect_launch().ranks_per_node
-    return None if config.cluster is None else _read_cluster(config.cluster, config.balance_report, *ranks)
+    return _read_cluster(config.cluster, config.balance_report, world_size, detect_launch().ranks_per_node)
 
 
 @cache  # what ranks have compared is what they plan by, though a report that is named may grow meanwhile
